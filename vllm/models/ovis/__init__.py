@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Ovis", "OvisConfig", "OvisProcessor"]
 
-_MODULE_BY_NAME = {"Ovis": "model", "OvisConfig": "config", "OvisProcessor": "processor"}
+_MODULE_BY_NAME = {
+    "Ovis": "model",
+    "OvisConfig": "config",
+    "OvisProcessor": "processor",
+}
 
 
 def __getattr__(name: str) -> Any:

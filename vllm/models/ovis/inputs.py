@@ -30,6 +30,7 @@ from vllm.multimodal.processing.processor import (
 from vllm.renderers import TokenizeParams
 
 from .config import OvisConfig
+from .images import tile_image
 from .processor import (
     ImageSettings,
     OvisProcessor,
@@ -37,7 +38,6 @@ from .processor import (
     validate_image_kwargs,
 )
 from .tiling import (
-    DEFAULT_MAX_PARTITION,
     IMAGE_MARKER,
     largest_grid,
     num_image_tokens,
@@ -78,12 +78,20 @@ class OvisProcessingInfo(BaseProcessingInfo):
     @cached_property
     def ovis_processor(self) -> OvisProcessor:
         """The processor on the engine's own tokenizer, built once."""
+        config = self.get_hf_config()
+        settings = ImageSettings.from_preprocessor_config(
+            self.ctx.get_hf_image_processor_config()
+        )
+        if settings.side != config.vision.image_size:
+            raise ValueError(
+                f"preprocessor_config.json asks for tiles of {settings.side} pixels, "
+                f"the vision tower takes {config.vision.image_size}."
+            )
         return OvisProcessor(
-            tokenizer=self.get_tokenizer(),
-            config=self.get_hf_config(),
-            image_settings=ImageSettings.from_preprocessor_config(
-                self.ctx.get_hf_image_processor_config()
-            ),
+            self.get_tokenizer(),
+            settings,
+            config.vision.tokens_per_tile,
+            config.llm_config.model_type,
         )
 
     def get_hf_processor(self, **kwargs: object) -> OvisProcessor:  # type: ignore[override]
@@ -184,10 +192,19 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
         self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
         max_partition, threshold = self.info.get_image_kwargs(hf_kwargs)
-        return self.info.ovis_processor.process_images(
-            hf_data["images"],  # type: ignore[arg-type]
-            max_partition=max_partition,
-            covering_threshold=threshold,
+        side = self.info.ovis_processor.image_settings.side
+        images = [
+            tile_image(image, side, max_partition, threshold)
+            for image in hf_data["images"]  # type: ignore[attr-defined]
+        ]
+        pixels = [torch.from_numpy(image.pixels) for image in images]
+        rectangles = [torch.from_numpy(image.rectangles) for image in images]
+        return BatchFeature(
+            {
+                "pixel_values": torch.cat(pixels) if len(pixels) > 1 else pixels[0],
+                "rectangles": torch.cat(rectangles),
+                "grids": torch.tensor([image.grid for image in images]),
+            }
         )
 
     def _get_mm_fields_config(

@@ -51,7 +51,10 @@ class PatchNormalizer(nn.Module):
     """
 
     def __init__(
-        self, patch_size: int, patches_per_side: int, mean: Sequence[float],
+        self,
+        patch_size: int,
+        patches_per_side: int,
+        mean: Sequence[float],
         std: Sequence[float],
     ) -> None:
         super().__init__()
@@ -246,9 +249,9 @@ class VisualVocabulary(nn.Module):
         # On a tie the lowest word wins, as argmax does, so that one row is taken.
         first = hits & (hits.cumsum(-1) == 1)
         if self.tp_size > 1:
-            found = hits.any(-1, keepdim=True).int()
+            found = hits.any(-1, keepdim=True).to(words.dtype)
             found = tensor_model_parallel_all_gather(found, dim=-1)
-            first &= ~found[:, : self.tp_rank].any(-1, keepdim=True)
+            first &= ~found[:, : self.tp_rank].bool().any(-1, keepdim=True)
         return first.to(words.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
