@@ -84,7 +84,7 @@ def test_embeddings(engine: tuple[str, LLM]) -> None:
                 max_partition=case["max_partition"],
             )
             ids = batch.pop("input_ids")[0]
-            tensors = dict(batch)
+            tensors = {key: torch.from_numpy(array) for key, array in batch.items()}
         else:
             ids, tensors = processor(text=request["prompt"])["input_ids"][0], None
         visual, merged = llm.apply_model(
