@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
 from transformers.utils.hub import cached_file
 
+from .chat import Message, format_conversation, turn_format
 from .images import tile_image
 from .tiling import (
     DEFAULT_COVERING_THRESHOLD,
@@ -29,7 +30,6 @@ from .tiling import (
 )
 
 Picture: TypeAlias = Image.Image | np.ndarray
-Message: TypeAlias = Mapping[str, Any]
 
 # A token of each family's vocabulary that no text contains, to hold image positions.
 _IMAGE_PADS = {
@@ -37,66 +37,6 @@ _IMAGE_PADS = {
     "gemma2": "<unused0>",
     "llama": "<|reserved_special_token_0|>",
 }
-
-
-@dataclass(frozen=True)
-class TurnFormat:
-    """How a family of text models writes a conversation.
-
-    Attributes:
-        begin: Text in front of the first turn.
-        header: Start of a turn, with `{role}`.
-        end: End of a turn.
-        roles: The family's name of each role; a role not named is refused.
-        default_system: System turn put in front if the first turn is none.
-        strip: Whether outer white space of a turn is dropped.
-    """
-
-    begin: str
-    header: str
-    end: str
-    roles: Mapping[str, str]
-    default_system: str | None
-    strip: bool
-
-
-_SAME_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
-
-# Authors' behaviour, golden `expected.prompt` of every case.
-_TURN_FORMATS = {
-    "qwen2": TurnFormat(
-        begin="",
-        header="<|im_start|>{role}\n",
-        end="<|im_end|>\n",
-        roles=_SAME_ROLES,
-        default_system="You are a helpful assistant.",
-        strip=False,
-    ),
-    "gemma2": TurnFormat(
-        begin="<bos>",
-        header="<start_of_turn>{role}\n",
-        end="<end_of_turn>\n",
-        roles={"user": "user", "assistant": "model"},
-        default_system=None,
-        strip=True,
-    ),
-    "llama": TurnFormat(
-        begin="<|begin_of_text|>",
-        header="<|start_header_id|>{role}<|end_header_id|>\n\n",
-        end="<|eot_id|>",
-        roles=_SAME_ROLES,
-        default_system="You are a helpful and honest multimodal assistant.",
-        strip=True,
-    ),
-}
-
-
-def _of_family(table: Mapping[str, Any], text_model_type: str) -> Any:
-    if text_model_type not in table:
-        raise ValueError(
-            f"unknown text model type {text_model_type!r}, known: {', '.join(table)}"
-        )
-    return table[text_model_type]
 
 
 def resolve_image_pad_id(tokenizer: Any, text_model_type: str) -> int:
@@ -111,7 +51,12 @@ def resolve_image_pad_id(tokenizer: Any, text_model_type: str) -> int:
     Raises:
         ValueError: Another type of text model, or a tokenizer without the token.
     """
-    token = _of_family(_IMAGE_PADS, text_model_type)
+    if text_model_type not in _IMAGE_PADS:
+        raise ValueError(
+            f"unknown text model type {text_model_type!r}, "
+            f"known: {', '.join(_IMAGE_PADS)}"
+        )
+    token = _IMAGE_PADS[text_model_type]
     token_id = tokenizer.convert_tokens_to_ids(token)
     if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token:
         raise ValueError(
@@ -285,7 +230,7 @@ class OvisProcessor:
         self.image_settings = image_settings
         self.tokens_per_tile = tokens_per_tile
         self.image_pad_id = resolve_image_pad_id(tokenizer, text_model_type)
-        self._format: TurnFormat = _of_family(_TURN_FORMATS, text_model_type)
+        self._turn_format = turn_format(text_model_type)
 
     @classmethod
     def from_pretrained(
@@ -315,7 +260,7 @@ class OvisProcessor:
         settings = ImageSettings.from_preprocessor_config(
             _read_json(path, "preprocessor_config.json", revision)
         )
-        _of_family(_TURN_FORMATS, text_model_type)
+        turn_format(text_model_type)  # Refuses a text model that is none of ours.
         tokenizer = AutoTokenizer.from_pretrained(
             path,
             revision=revision,
@@ -342,10 +287,7 @@ class OvisProcessor:
         """Write a conversation as the authors' formatter of the family does.
 
         Args:
-            messages: `{"role": ..., "content": ...}` with role system, user or
-                assistant; content is a text, or parts which are joined by line breaks:
-                `{"type": "text", "text": ...}`, and any part with type image or
-                image_url, which becomes `<image>`.
+            messages: See `chat.format_conversation`.
             tokenize: Must stay False: ids depend on the pictures, so they come from
                 calling the processor.
             add_generation_prompt: Open an assistant turn at the end.
@@ -356,40 +298,19 @@ class OvisProcessor:
             The text; `<image>` in it marks the places of pictures.
 
         Raises:
-            ValueError: An option or a message as above does not allow it.
+            ValueError: `tokenize` is set, or see `chat.format_conversation`.
         """
         if tokenize:
             raise ValueError(
                 "tokenize must be False: call the processor with the text and its "
                 "images to get token ids"
             )
-        if add_generation_prompt and continue_final_message:
-            raise ValueError(
-                "add_generation_prompt and continue_final_message exclude each other"
-            )
-        style = self._format
-        turns = [
-            (message["role"], _flatten_content(message["content"]))
-            for message in messages
-        ]
-        if not turns:
-            raise ValueError("a conversation must have at least one message")
-        if style.default_system is not None and turns[0][0] != "system":
-            turns.insert(0, ("system", style.default_system))
-        written = [style.begin]
-        for role, content in turns:
-            if role not in style.roles:
-                raise ValueError(
-                    f"this model has no turns of role {role!r}, it has: "
-                    f"{', '.join(style.roles)}"
-                )
-            text = content.strip() if style.strip else content
-            written += [style.header.format(role=style.roles[role]), text, style.end]
-        if continue_final_message:
-            written.pop()
-        if add_generation_prompt:
-            written.append(style.header.format(role=style.roles["assistant"]))
-        return "".join(written)
+        return format_conversation(
+            messages,
+            self._turn_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def __call__(
         self,
@@ -454,28 +375,6 @@ def _read_json(path: str, name: str, revision: str | None) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} has no file {name}")
     with open(file, encoding="utf-8") as stream:
         return json.load(stream)
-
-
-def _flatten_content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise ValueError(
-            f"the content of a message must be text or a list of parts, got {content!r}"
-        )
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
-            texts.append(part["text"])
-        elif kind in ("image", "image_url"):
-            texts.append(IMAGE_MARKER)
-        else:
-            raise ValueError(
-                "a part of a message must have type text, image or image_url, "
-                f"got {part!r}"
-            )
-    return "\n".join(texts)
 
 
 def _assign_images(markers: list[int], images: Any) -> list[Picture]:
