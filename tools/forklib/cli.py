@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The commands of tools/fork."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from .develop import active_environment, develop
+from .device import DEVICES, choose_device
+from .errors import ForkError
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache" / "fork"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    args = _parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except ForkError as error:
+        print(f"tools/fork: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tools/fork", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser(
+        "develop", help="install the fork into the active environment, files live"
+    )
+    command.add_argument("--device", choices=DEVICES, help="default: what is there")
+    command.set_defaults(run=_develop)
+
+    command = commands.add_parser("device", help="print the device found: cpu or cuda")
+    command.set_defaults(run=_device)
+    return parser
+
+
+def _develop(args: argparse.Namespace) -> int:
+    device = choose_device(args.device)
+    print(develop(ROOT, device, active_environment(), CACHE))
+    return 0
+
+
+def _device(args: argparse.Namespace) -> int:
+    print(choose_device(None))
+    return 0
