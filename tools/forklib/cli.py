@@ -9,6 +9,7 @@ from pathlib import Path
 from .develop import active_environment, develop
 from .device import DEVICES, choose_device
 from .errors import ForkError
+from .wheel import build_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "fork"
@@ -34,6 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", choices=DEVICES, help="default: what is there")
     command.set_defaults(run=_develop)
 
+    command = commands.add_parser("wheel", help="write the fork's wheel")
+    command.add_argument("--device", choices=DEVICES, help="default: what is there")
+    command.add_argument("--out", type=Path, default=Path("dist"))
+    command.add_argument(
+        "--compile", action="store_true", help="compile vLLM's CUDA kernels"
+    )
+    command.set_defaults(run=_wheel)
+
     command = commands.add_parser("device", help="print the device found: cpu or cuda")
     command.set_defaults(run=_device)
     return parser
@@ -47,4 +56,10 @@ def _develop(args: argparse.Namespace) -> int:
 
 def _device(args: argparse.Namespace) -> int:
     print(choose_device(None))
+    return 0
+
+
+def _wheel(args: argparse.Namespace) -> int:
+    device = choose_device(args.device)
+    print(build_wheel(ROOT, device, args.out, CACHE, args.compile))
     return 0

@@ -19,6 +19,7 @@ from .edits import Edit
 from .errors import ForkError
 from .fetch import fetch
 from .metadata import (
+    VERSION_MODULE,
     dist_info_name,
     fork_info,
     read_record,
@@ -30,7 +31,6 @@ from .pins import load_upstream
 from .series import load_series
 
 STAMP = "ovis_fork.json"
-VERSION_MODULE = "vllm/_version.py"
 
 
 @dataclass(frozen=True)

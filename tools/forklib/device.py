@@ -14,11 +14,14 @@ DEVICES = ("cpu", "cuda")
 
 
 def choose_device(asked: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """ "cpu" or "cuda": the one asked for, else vLLM's own switch, else what is there.
+    """Picks the device asked for, else vLLM's own switch, else what is there.
 
     Args:
         asked: Value of --device, or None.
         env: Environment; VLLM_TARGET_DEVICE is the switch of vLLM's setup.py.
+
+    Returns:
+        "cpu" or "cuda".
 
     Raises:
         ForkError: If the device is neither "cpu" nor "cuda".

@@ -85,7 +85,7 @@ def _download(archive: Archive, cache: Path, folder: Path) -> None:
     if archive.kind == "sdist":
         command += ["--no-binary", archive.project, "--no-build-isolation"]
         env |= {
-            "PYTHONPATH": str(build_helpers(cache)),
+            "PYTHONPATH": build_path(cache, with_stub=True),
             "VLLM_VERSION_OVERRIDE": archive.version,
             "VLLM_TARGET_DEVICE": "empty",
         }
@@ -94,27 +94,36 @@ def _download(archive: Archive, cache: Path, folder: Path) -> None:
     run_pip([*command, f"{archive.project}=={archive.version}"], env, archive.file)
 
 
-def build_helpers(cache: Path) -> Path:
-    """Folder with the packages vLLM's setup.py imports and a stub of torch."""
-    folder = cache / "helpers"
-    done = folder / ".complete"
+def build_path(cache: Path, with_stub: bool) -> str:
+    """PYTHONPATH under which vLLM's setup.py runs.
+
+    Args:
+        cache: Folder of upstream archives; the helpers are kept beside them.
+        with_stub: Whether a stub stands for torch: right wherever no kernel is
+            compiled.
+
+    """
+    helpers = cache / "helpers"
+    done = helpers / ".complete"
     wanted = "\n".join((sys.version, *BUILD_HELPERS))
-    if done.exists() and done.read_text(encoding="utf-8") == wanted:
-        return folder
-    run_pip(
-        [
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--upgrade"),
-            *("--target", str(folder), *BUILD_HELPERS),
-        ],
-        dict(os.environ),
-        "the helpers of vLLM's setup.py",
-    )
+    if not done.exists() or done.read_text(encoding="utf-8") != wanted:
+        run_pip(
+            [
+                *(sys.executable, "-m", "pip", "install", "--quiet", "--upgrade"),
+                *("--target", str(helpers), *BUILD_HELPERS),
+            ],
+            dict(os.environ),
+            "the helpers of vLLM's setup.py",
+        )
+        done.write_text(wanted, encoding="utf-8")
+    if not with_stub:
+        return str(helpers)
+    stub = cache / "torch_stub"
     for name, text in TORCH_STUB.items():
-        path = folder / name
+        path = stub / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    done.write_text(wanted, encoding="utf-8")
-    return folder
+    return os.pathsep.join((str(helpers), str(stub)))
 
 
 def run_pip(command: list[str], env: dict[str, str], what: str) -> None:

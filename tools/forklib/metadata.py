@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-# The index of this name belongs to whoever packed the base wheel. Reports about the
-# fork must not reach them.
+VERSION_MODULE = "vllm/_version.py"
+# They name whoever packed the base wheel, whom reports about the fork must not reach.
 _PACKER_FIELDS = ("author", "author-email", "maintainer", "maintainer-email")
 # The CPU path of the Ovis models uses none of these, and the builds the index offers
 # are not made against the CPU build of torch: they fail to load beside it.
