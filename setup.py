@@ -55,7 +55,7 @@ class DistInfo(Command):
     description = "write the .dist-info folder"
     user_options = [
         ("output-dir=", "o", "folder to write into"),
-        ("keep-egg-info", None, "ignored: none is made"),
+        ("keep-egg-info", None, "leave an (empty) .egg-info folder, too"),
     ]
     boolean_options = ["keep-egg-info"]
 
@@ -72,6 +72,9 @@ class DistInfo(Command):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+        if self.keep_egg_info:
+            # setuptools' own build back end insists on finding one.
+            Path(self.output_dir, "vllm.egg-info").mkdir()
 
 
 class NoEggInfo(Command):

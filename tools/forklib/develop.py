@@ -24,6 +24,7 @@ from .metadata import (
     fork_info,
     read_record,
     record_row,
+    unhashed_row,
     version_module,
     write_record,
 )
@@ -222,7 +223,7 @@ def _write_info(
     rows = {path: row for path, row in rows.items() if path.startswith("vllm/")}
     rows |= {path: record_row(path, text) for path, text in texts.items()}
     # A link is one entry: pip removes the link and leaves the repository alone.
-    rows |= {path: f"{path},," for path in links}
+    rows |= {path: unhashed_row(path) for path in links}
     rows[VERSION_MODULE] = record_row(
         VERSION_MODULE, (env.site / VERSION_MODULE).read_bytes()
     )
@@ -233,7 +234,7 @@ def _write_info(
         path = f"{info.name}/{name}"
         rows[path] = record_row(path, content)
     command = os.path.relpath(env.scripts / "vllm", env.site)
-    rows[command] = f"{command},,"
-    rows[f"{info.name}/{STAMP}"] = f"{info.name}/{STAMP},,"
+    for path in (command, f"{info.name}/{STAMP}"):
+        rows[path] = unhashed_row(path)
     record = f"{info.name}/RECORD"
     _write(info / "RECORD", write_record(rows, record).encode())

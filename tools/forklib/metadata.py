@@ -3,9 +3,14 @@
 """Files of a distribution's .dist-info folder, rewritten for the fork."""
 
 import base64
+import csv
 import hashlib
-from collections.abc import Iterable, Mapping
+import io
+from collections.abc import Mapping
 from typing import Protocol
+
+# Path, hash and size of a file.
+Row = tuple[str, str, str]
 
 VERSION_MODULE = "vllm/_version.py"
 # They name whoever packed the base wheel, whom reports about the fork must not reach.
@@ -117,18 +122,30 @@ def version_module(version: str) -> str:
     )
 
 
-def record_row(path: str, content: bytes) -> str:
-    """One line of RECORD, without its newline."""
+def record_row(path: str, content: bytes) -> Row:
+    """The line of RECORD for a file."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
-    return f"{path},sha256={digest.rstrip(b'=').decode()},{len(content)}"
+    return (path, f"sha256={digest.rstrip(b'=').decode()}", str(len(content)))
 
 
-def read_record(text: str) -> dict[str, str]:
-    """Lines of a RECORD by path; upstream's paths hold no comma and no quote."""
-    return {line.split(",", 1)[0]: line for line in text.splitlines() if line}
+def unhashed_row(path: str) -> Row:
+    """The line of RECORD for a file whose content may change."""
+    return (path, "", "")
 
 
-def write_record(rows: Mapping[str, str], record_path: str) -> str:
-    """RECORD from its lines; its own line carries no hash."""
-    kept: Iterable[str] = (rows[path] for path in sorted(rows) if path != record_path)
-    return "\n".join([*kept, f"{record_path},,"]) + "\n"
+def read_record(text: str) -> dict[str, Row]:
+    """Lines of a RECORD by path.
+
+    The file is CSV: some of upstream's paths hold commas and are quoted.
+    """
+    rows = csv.reader(io.StringIO(text))
+    return {path: (path, digest, size) for path, digest, size in rows}
+
+
+def write_record(rows: Mapping[str, Row], record_path: str) -> str:
+    """Makes a RECORD of its lines; its own carries no hash."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows(rows[path] for path in sorted(rows) if path != record_path)
+    writer.writerow(unhashed_row(record_path))
+    return out.getvalue()

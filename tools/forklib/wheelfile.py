@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from .basewheel import PACKAGE, BaseWheel
+from .basewheel import BaseWheel
 from .metadata import dist_info_name, read_record, record_row, write_record
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -36,8 +36,8 @@ def write_wheel(
 
     """
     folder = dist_info_name(version)
-    rows = read_record(source.read_info("RECORD").decode())
-    rows = {path: row for path, row in rows.items() if path.startswith(PACKAGE)}
+    record_of_source = read_record(source.read_info("RECORD").decode())
+    rows = {path: record_of_source[path] for path in source.package_names()}
     written = {**members, **{f"{folder}/{name}": text for name, text in info.items()}}
     rows |= {path: record_row(path, content) for path, content in written.items()}
     record = f"{folder}/RECORD"
