@@ -45,12 +45,20 @@ from .tiling import (
 )
 
 
-def flatten_image_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
+def flatten_image_kwargs(
+    kwargs: Mapping[str, object], configured: Mapping[str, object]
+) -> dict[str, object]:
     """Bring `images_kwargs` to the top level, where the same keys are accepted.
 
+    Args:
+        kwargs: Options at the top level and under `images_kwargs`. The engine has
+            already merged its own into them, each at the level it was configured at.
+        configured: The engine's own options, flat. Where both levels have a key, the
+            value that is not the engine's own is the request's and wins.
+
     Raises:
-        VLLMValidationError: If `images_kwargs` is not a mapping, or a key is given at
-            both levels.
+        VLLMValidationError: If `images_kwargs` is not a mapping, or the request gives a
+            key at both levels with different values.
 
     """
     flat = dict(kwargs)
@@ -60,13 +68,16 @@ def flatten_image_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
             f"`images_kwargs` must be a mapping, got {scoped!r}.",
             parameter="mm_processor_kwargs",
         )
-    twice = sorted(flat.keys() & scoped.keys())
-    if twice:
-        raise VLLMValidationError(
-            f"{twice} given both directly and under `images_kwargs`.",
-            parameter="mm_processor_kwargs",
-        )
-    return {**flat, **scoped}
+    for key, value in scoped.items():
+        if key not in flat or flat[key] == configured.get(key):
+            flat[key] = value
+        elif value not in (flat[key], configured.get(key)):
+            raise VLLMValidationError(
+                f"{key!r} is given twice: {flat[key]!r} directly and {value!r} under "
+                "`images_kwargs`.",
+                parameter="mm_processor_kwargs",
+            )
+    return flat
 
 
 class OvisProcessingInfo(BaseProcessingInfo):
@@ -106,15 +117,21 @@ class OvisProcessingInfo(BaseProcessingInfo):
         return {"image": None}
 
     @cached_property
+    def configured_image_kwargs(self) -> dict[str, object]:
+        """The engine's own image options, flat."""
+        return flatten_image_kwargs(
+            self.ctx.get_mm_config().mm_processor_kwargs or {}, configured={}
+        )
+
+    @cached_property
     def max_partition_limit(self) -> int:
         """Most cells a request may ask for: the value the engine started with.
 
         Memory is profiled for this many, so a larger one is refused.
         """
-        configured = flatten_image_kwargs(
-            self.ctx.get_mm_config().mm_processor_kwargs or {}
+        max_partition, _ = validate_image_kwargs(
+            self.configured_image_kwargs, limit=None
         )
-        max_partition, _ = validate_image_kwargs(configured, limit=None)
         return max_partition
 
     def get_image_kwargs(self, kwargs: Mapping[str, object]) -> tuple[int, float]:
@@ -129,12 +146,10 @@ class OvisProcessingInfo(BaseProcessingInfo):
                 message names both.
 
         """
-        configured = flatten_image_kwargs(
-            self.ctx.get_mm_config().mm_processor_kwargs or {}
-        )
+        configured = self.configured_image_kwargs
         try:
             return validate_image_kwargs(
-                {**configured, **flatten_image_kwargs(kwargs)},
+                {**configured, **flatten_image_kwargs(kwargs, configured)},
                 limit=self.max_partition_limit,
             )
         except ValueError as error:
@@ -250,10 +265,11 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
     def _mark_images(self, prompt_ids: list[int], num_images: int) -> list[int]:
         """Put one pad token where each image goes.
 
-        An image goes where the prompt has a pad token, or else where its text has a
-        literal "<image>". In the second case the text is cut at the marks and its
-        pieces are tokenised separately, so that none merges with a mark (authors'
-        behaviour).
+        An image goes where the prompt has a pad token or its text a literal "<image>".
+        Where there is a literal, the text is cut at it and its pieces are tokenised
+        separately, so that none merges with a mark (authors' behaviour). Both kinds
+        are counted together: a mark that a user typed is told, and never takes the
+        place of an image.
 
         Args:
             prompt_ids: The tokenised prompt.
@@ -264,20 +280,20 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
 
         """
         pad_id = self.info.ovis_processor.image_pad_id
-        num_marks = prompt_ids.count(pad_id)
+        tokenizer = self.info.get_tokenizer()
+        text = tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
         marked = prompt_ids
-        if num_marks == 0:
-            tokenizer = self.info.get_tokenizer()
-            text = tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
+        if IMAGE_MARKER in text:
             first, *others = tokenize_with_markers(tokenizer, text)
-            num_marks = len(others)
             marked = list(first)
             for piece in others:
                 marked += [pad_id, *piece]
+        num_marks = marked.count(pad_id)
         if num_marks != num_images:
             raise VLLMValidationError(
-                f"The prompt has {num_marks} image mark(s) ({IMAGE_MARKER!r}) for "
-                f"{num_images} image(s); their numbers must be equal.",
+                f"The prompt has {num_marks} image mark(s), {IMAGE_MARKER!r} or "
+                f"{tokenizer.decode([pad_id])!r}, for {num_images} image(s); their "
+                "numbers must be equal.",
                 parameter="prompt",
             )
         return marked
