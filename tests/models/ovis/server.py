@@ -23,8 +23,13 @@ START_SECONDS = 300
 
 
 @contextmanager
-def serve(model: str, *arguments: str) -> Iterator[str]:
+def serve(model: str, *arguments: str, **environment: str) -> Iterator[str]:
     """Run `vllm serve MODEL` on a free loopback port until the block ends.
+
+    Args:
+        model: Name or folder.
+        *arguments: Further arguments of the command.
+        **environment: Further environment variables.
 
     Yields:
         The server's base URL, without a trailing slash.
@@ -48,6 +53,7 @@ def serve(model: str, *arguments: str) -> Iterator[str]:
     ]
     environment = {
         **os.environ,
+        **environment,
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # The test process may keep its own engine in process; a server does not.
