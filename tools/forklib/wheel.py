@@ -3,6 +3,7 @@
 """tools/fork wheel: the fork's wheel for the CPU and for CUDA."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -85,7 +86,7 @@ def _cpu_wheel(root: Path, out: Path, cache: Path) -> Path:
 
 
 def _cuda_wheel(root: Path, out: Path, cache: Path) -> Path:
-    """VLLM's own build on the fork's tree, with the official wheel's kernels.
+    """Runs vLLM's own build on the fork's tree, with the official wheel's kernels.
 
     That build reads its requirements for a device without kernels and names the
     interpreter in its tag; both are taken from the official wheel again, whose
@@ -123,7 +124,8 @@ def _cuda_wheel(root: Path, out: Path, cache: Path) -> Path:
 
 
 def _compile_cuda(root: Path, out: Path, cache: Path) -> Path:
-    """VLLM's own build on the fork's tree, its kernels compiled by its CMake."""
+    """Runs vLLM's own build on the fork's tree; its CMake compiles the kernels."""
+    _require_compilers()
     upstream = load_upstream(root / "series" / "upstream.toml")
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
         built = _run_upstream_build(
@@ -137,6 +139,32 @@ def _compile_cuda(root: Path, out: Path, cache: Path) -> Path:
             },
         )
         return built.replace(out / built.name)
+
+
+def _require_compilers() -> None:
+    """Looks for what vLLM's CMake build cannot do without.
+
+    Raises:
+        ForkError: If something is missing; names all of it.
+
+    """
+    ask = [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"]
+    answer = subprocess.run(ask, capture_output=True, text=True)
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    missing = []
+    if answer.returncode or not answer.stdout.strip():
+        missing.append(f"a CUDA build of torch beside {sys.executable}")
+    if not shutil.which("nvcc") and not toolkit.exists():
+        missing.append("nvcc on PATH or in CUDA_HOME")
+    missing += [
+        f"{name} on PATH"
+        for name in ("cmake", "ninja", "g++", "git")
+        if not shutil.which(name)
+    ]
+    if missing:
+        raise ForkError(
+            f"--compile needs {'; '.join(missing)} (see docs/installation.md)"
+        )
 
 
 def _run_upstream_build(
