@@ -85,6 +85,13 @@ def test_empty_commit(fork: Fork, tmp_path: Path) -> None:
         Checks(fork.root, "cpu", fork.cache, tmp_path).no_empty_commit()
 
 
+def test_glob_that_finds_nothing(fork: Fork, tmp_path: Path) -> None:
+    text = 'title = "x"\nmessage = "y"\nfiles = ["vllm/gone/*"]\n'
+    fork.write("series/0002-more.toml", text)
+    with pytest.raises(ForkError, match=r"no file matches 'vllm/gone/\*'"):
+        Checks(fork.root, "cpu", fork.cache, tmp_path).no_empty_commit()
+
+
 def test_shared_lines() -> None:
     theirs = "# a comment both files may well have\nvalue = compute(something, 1)\n"
     ours = theirs + "other = entirely_of_our_own(2)\nx = 1\nimport something_long\n"

@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import io
+import sys
 import zipfile
 from email.parser import Parser
 
@@ -85,3 +86,43 @@ def test_names() -> None:
     assert dist_info_name("1.2.3+ovis.4.cpu") == INFO
     assert requirement_name("fastapi[standard]<1") == "fastapi"
     assert requirement_name("torchaudio") == "torchaudio"
+
+
+def test_compiled_library_is_built_once_and_shipped(
+    fork: Fork, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    fork.write(
+        "csrc/ovis/build.py",
+        "from pathlib import Path\n"
+        "root = Path(__file__).parents[2]\n"
+        "calls = root / 'calls'\n"
+        "calls.write_text(calls.read_text() + 'x' if calls.exists() else 'x')\n"
+        "(root / 'vllm/models/ovis/libovis_tiler.so').write_bytes(b'code')\n",
+    )
+    for name in "ab":
+        path = build_wheel(fork.root, "cpu", tmp_path / name, fork.cache)
+        with zipfile.ZipFile(path) as wheel:
+            assert wheel.read("vllm/models/ovis/libovis_tiler.so") == b"code"
+    assert (fork.root / "calls").read_text() == "x"
+    fork.write("csrc/ovis/tiler.cpp", "// changed\n")
+    build_wheel(fork.root, "cpu", tmp_path / "c", fork.cache)
+    assert (fork.root / "calls").read_text() == "xx"
+
+
+def test_without_a_compiler_the_library_is_left_out(
+    fork: Fork, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    fork.write("csrc/ovis/build.py", "raise SystemExit('called')\n")
+    path = build_wheel(fork.root, "cpu", tmp_path, fork.cache)
+    assert "vllm/models/ovis/libovis_tiler.so" not in zipfile.ZipFile(path).namelist()
+
+
+def test_failed_compilation_shows_its_messages(
+    fork: Fork, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    fork.write("csrc/ovis/build.py", "raise SystemExit('no such instruction')\n")
+    with pytest.raises(ForkError, match="no such instruction"):
+        build_wheel(fork.root, "cpu", tmp_path, fork.cache)

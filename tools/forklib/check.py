@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from .basewheel import BaseWheel, package_edits
@@ -98,9 +99,15 @@ class Checks:
     def no_empty_commit(self) -> None:
         """Each commit has a file or an edit, and each of its globs finds a file."""
         wrong = [
+            f"{commit.source}: no file matches {glob!r}"
+            for commit in self.series.commits
+            for glob in commit.files
+            if not any(fnmatchcase(path, glob) for path in self.files)
+        ]
+        wrong += [
             f"{commit.source}: no files and no edits"
             for commit in self.series.commits
-            if not commit.edits and not any(commit.owns(path) for path in self.files)
+            if not commit.files and not commit.edits
         ]
         _fail_on(wrong)
 
