@@ -17,7 +17,8 @@ UPSTREAM_FILES = {
     "vllm/_version.py": '__version__ = "1.2.3"\n',
     "vllm/models/__init__.py": "",
     "vllm/models/registry.py": 'TABLE = {\n    "A": 1,\n    "B": 2,\n}\n',
-    "vllm/models/old.py": "WHO = 'upstream'\nREASON = 'long enough to tell'\n",
+    "vllm/models/old.py": "WHO = 'upstream'\n"
+    + "".join(f"REASON_{n} = 'long enough to tell'\n" for n in range(8)),
     "vllm/configs/N=1,device=x.json": "{}\n",
 }
 METADATA = """\
