@@ -28,6 +28,7 @@ from .metadata import (
     version_module,
     write_record,
 )
+from .native import build_library
 from .pins import load_upstream
 from .series import load_series
 
@@ -94,6 +95,7 @@ def develop(root: Path, device: str, env: Environment, cache: Path) -> str:
     archive = upstream.wheel(device)
     version = upstream.fork_version(device)
     wheel = BaseWheel(fetch(archive, cache))
+    build_library(root, cache)
     links = link_points(package_files(series.files(root)), wheel.package_names())
     edits = package_edits(series.edits())
     # Every anchor is looked for before anything is touched.

@@ -85,7 +85,7 @@ def list_files(root: Path, folders: Iterable[str]) -> list[str]:
                 if name != "__pycache__" and not name.startswith(".")
             ]
             for name in names:
-                if not name.startswith(".") and not name.endswith(".pyc"):
+                if not name.startswith(".") and not name.endswith((".pyc", ".so")):
                     path = Path(parent, name).relative_to(root)
                     paths.append(path.as_posix())
     return sorted(paths)

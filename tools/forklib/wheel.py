@@ -3,6 +3,7 @@
 """tools/fork wheel: the fork's wheel for the CPU and for CUDA."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from .basewheel import PACKAGE, BaseWheel, package_edits, package_files
 from .errors import ForkError
 from .fetch import build_path, fetch
 from .metadata import VERSION_MODULE, fork_info, version_module
+from .native import LIBRARY, build_library
 from .pins import load_upstream
 from .series import load_series
 from .source import lay_series, unpack_sdist
@@ -63,6 +65,12 @@ def _info(root: Path, base: BaseWheel, version: str, device: str) -> dict[str, b
     return fork_info(base, version, device, description)
 
 
+def _library(root: Path, cache: Path) -> dict[str, bytes]:
+    """Our compiled library as a member of the wheel, if it can be had."""
+    path = build_library(root, cache)
+    return {path: (root / path).read_bytes()} if path else {}
+
+
 def _cpu_wheel(root: Path, out: Path, cache: Path) -> Path:
     """Our files laid over the CPU wheel.
 
@@ -79,13 +87,14 @@ def _cpu_wheel(root: Path, out: Path, cache: Path) -> Path:
     for path, edits in package_edits(series.edits()).items():
         members[path] = base.edited(path, edits)
     members[VERSION_MODULE] = version_module(version).encode()
+    members |= _library(root, cache)
     target = out / f"vllm-{version}-{base.tag}.whl"
     write_wheel(target, base, version, members, _info(root, base, version, "cpu"))
     return target
 
 
 def _cuda_wheel(root: Path, out: Path, cache: Path) -> Path:
-    """VLLM's own build on the fork's tree, with the official wheel's kernels.
+    """Runs vLLM's own build on the fork's tree, with the official wheel's kernels.
 
     That build reads its requirements for a device without kernels and names the
     interpreter in its tag; both are taken from the official wheel again, whose
@@ -114,16 +123,18 @@ def _cuda_wheel(root: Path, out: Path, cache: Path) -> Path:
             *package_files(series.files(root)),
             *package_edits(series.edits()),
             VERSION_MODULE,
+            LIBRARY,
         }
         _compare(built, official, ours)
         target = out / f"vllm-{version}-{official.tag}.whl"
         info = _info(root, official, version, "cuda")
-        write_wheel(target, built, version, {}, info)
+        write_wheel(target, built, version, _library(root, cache), info)
     return target
 
 
 def _compile_cuda(root: Path, out: Path, cache: Path) -> Path:
-    """VLLM's own build on the fork's tree, its kernels compiled by its CMake."""
+    """Runs vLLM's own build on the fork's tree; its CMake compiles the kernels."""
+    _require_compilers()
     upstream = load_upstream(root / "series" / "upstream.toml")
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as folder:
         built = _run_upstream_build(
@@ -139,6 +150,32 @@ def _compile_cuda(root: Path, out: Path, cache: Path) -> Path:
         return built.replace(out / built.name)
 
 
+def _require_compilers() -> None:
+    """Looks for what vLLM's CMake build cannot do without.
+
+    Raises:
+        ForkError: If something is missing; names all of it.
+
+    """
+    ask = [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"]
+    answer = subprocess.run(ask, capture_output=True, text=True)
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    missing = []
+    if answer.returncode or not answer.stdout.strip():
+        missing.append(f"a CUDA build of torch beside {sys.executable}")
+    if not shutil.which("nvcc") and not toolkit.exists():
+        missing.append("nvcc on PATH or in CUDA_HOME")
+    missing += [
+        f"{name} on PATH"
+        for name in ("cmake", "ninja", "g++", "git")
+        if not shutil.which(name)
+    ]
+    if missing:
+        raise ForkError(
+            f"--compile needs {'; '.join(missing)} (see docs/installation.md)"
+        )
+
+
 def _run_upstream_build(
     root: Path, folder: Path, cache: Path, settings: dict[str, str]
 ) -> Path:
@@ -150,7 +187,10 @@ def _run_upstream_build(
     print("Building with vLLM's setup.py (a minute or more) ...", flush=True)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "-v"]
     command += ["--no-build-isolation", "--wheel-dir", str(folder / "out")]
-    if subprocess.run(command, cwd=tree, env={**os.environ, **settings}).returncode:
+    env = {**os.environ, **settings}
+    # cmake and ninja may be packages of the environment that is not activated.
+    env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), env["PATH"]))
+    if subprocess.run(command, cwd=tree, env=env).returncode:
         raise ForkError("vLLM's own build failed (its messages are above)")
     wheels = list((folder / "out").glob("vllm-*.whl"))
     if len(wheels) != 1:
