@@ -33,8 +33,7 @@ Taps make_taps(int in, int out) {
   taps.in = in;
   taps.out = out;
   taps.first.resize(out);
-  taps.count.resize(out);
-  taps.offset.resize(out);
+  taps.last.resize(out);
 
   const double scale = static_cast<double>(in) / out;
   const double filter_scale = std::max(scale, 1.0);
@@ -52,8 +51,7 @@ Taps make_taps(int in, int out) {
       sum += weights[j];
     }
     taps.first[i] = first;
-    taps.count[i] = last - first;
-    taps.offset[i] = taps.coefficients.size();
+    taps.last[i] = last;
     for (const double weight : weights) {
       taps.coefficients.push_back(to_fixed_point(sum != 0.0 ? weight / sum : weight));
     }

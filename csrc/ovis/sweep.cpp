@@ -33,13 +33,20 @@ class Ring {
   std::vector<int32_t> words_;
 };
 
-// A box whose rows can be read: part of the picture, or the result of a first pass.
+// A box of which some rows are here: of a strip, or the result of a first pass.
 struct Box {
-  const uint8_t* const* rows;  // [height]
+  const uint8_t* data;  // first pixel of row `first_row`
+  ptrdiff_t stride;
+  int first_row, last_row;
   int width;
-  int height;
   int bytes_per_pixel;
-  ptrdiff_t readable;  // bytes from each pointer on
+  ptrdiff_t readable;  // bytes from the start of each row on
+
+  // A group may reach out to rows that are not here, but only meets coefficients of 0
+  // there: any other row will do.
+  const uint8_t* row(int y) const {
+    return data + stride * (std::clamp(y, first_row, last_row) - first_row);
+  }
 };
 
 // Horizontal pass, then vertical pass, for rows [begin, end) of the result.
@@ -75,8 +82,7 @@ void horizontal_then_vertical(const Box& box, const Windows& horizontal,
     const int first = vertical.starts[y];
     while (next_group < first + vertical.groups) {
       for (int i = 0; i < block_rows; ++i) {
-        // Rows below the box only meet coefficients of 0.
-        rows[i] = box.rows[std::min(next_group * kernels.group + i, box.height - 1)];
+        rows[i] = box.row(next_group * kernels.group + i);
       }
       for (int i = 0; i < kBlockGroups; ++i) made[i] = ring[next_group + i];
       kernels.horizontal(block);
@@ -97,7 +103,7 @@ void vertical_only(const Box& box, const Windows& vertical, const Kernels& kerne
   for (int y = begin; y < end; ++y) {
     const int first = vertical.starts[y] * kernels.group;
     for (int i = 0; i < count; ++i) {
-      rows[i] = box.rows[std::min(first + i, box.height - 1)];
+      rows[i] = box.row(first + i);
     }
     kernels.vertical_bytes(
         rows.data(), vertical.coefficients.data() + y * window_words,
@@ -112,21 +118,25 @@ Windows make_windows(const Taps& taps, const Kernels& kernels) {
   const int group = kernels.group;
   Windows windows;
   for (int i = 0; i < taps.out; ++i) {
-    const int last = (taps.first[i] + taps.count[i] - 1) / group;
+    const int last = (taps.last[i] - 1) / group;
     windows.groups = std::max(windows.groups, last - taps.first[i] / group + 1);
   }
   const int total = (taps.in + group - 1) / group;
   windows.starts.resize(taps.out);
+  windows.first = taps.first;
+  windows.last = taps.last;
   windows.coefficients.resize(size_t(taps.out) * windows.groups * kernels.digits);
   std::vector<int32_t> padded(size_t(windows.groups) * group);
+  const int32_t* coefficients = taps.coefficients.data();
   int32_t* words = windows.coefficients.data();
   for (int i = 0; i < taps.out; ++i) {
     // Moved to the left at the end of the axis, so that no window leaves it.
     const int start = std::min(taps.first[i] / group, total - windows.groups);
     windows.starts[i] = start;
     std::fill(padded.begin(), padded.end(), 0);
-    std::copy_n(taps.coefficients.begin() + taps.offset[i], taps.count[i],
-                padded.begin() + (taps.first[i] - start * group));
+    const int count = taps.last[i] - taps.first[i];
+    std::copy_n(coefficients, count, padded.begin() + (taps.first[i] - start * group));
+    coefficients += count;
     for (int j = 0; j < windows.groups; ++j) {
       kernels.split(padded.data() + j * group, words);
       words += kernels.digits;
@@ -158,31 +168,31 @@ Axes make_axes(const ovis_tiler_job& job, WindowsCache& cache) {
   return axes;
 }
 
-void resize_band(const Picture& picture, const ovis_tiler_job& job, const Axes& axes,
-                 const Kernels& kernels, int begin, int end) {
-  const ptrdiff_t left = ptrdiff_t{job.left} * picture.bytes_per_pixel;
-  std::vector<const uint8_t*> rows(job.height);
-  for (int y = 0; y < job.height; ++y) rows[y] = picture.rows[job.top + y] + left;
-  Box box{rows.data(), job.width, job.height, picture.bytes_per_pixel,
-          ptrdiff_t{picture.width} * picture.bytes_per_pixel - left};
-
+void resize_band(const ovis_tiler_strip& strip, const ovis_tiler_job& job,
+                 const Axes& axes, const Kernels& kernels, int begin, int end) {
+  const int bytes_per_pixel = strip.bytes_per_pixel;
+  const ptrdiff_t left = ptrdiff_t{job.left} * bytes_per_pixel;
+  const int first_row = axes.vertical->first[begin];
+  const Box box{strip.data + left +
+                    strip.row_stride * (ptrdiff_t{job.top} + first_row - strip.top),
+                strip.row_stride,
+                first_row,
+                axes.vertical->last[end - 1] - 1,
+                job.width,
+                bytes_per_pixel,
+                ptrdiff_t{strip.width} * bytes_per_pixel - left};
   if (axes.identity == nullptr) {
     horizontal_then_vertical(box, *axes.horizontal, *axes.vertical, kernels, begin,
                              end, job.out, job.out_stride);
     return;
   }
-  const size_t stride = size_t(box.width) * box.bytes_per_pixel;
-  std::vector<uint8_t> middle(stride * (end - begin));
-  vertical_only(box, *axes.vertical, kernels, begin, end, middle.data(), stride);
-  rows.resize(job.out_height);
-  for (int y = 0; y < job.out_height; ++y) {
-    // Rows outside the band are never looked at through a coefficient above 0.
-    rows[y] = middle.data() + stride * (std::clamp(y, begin, end - 1) - begin);
-  }
-  box = {rows.data(), job.width, job.out_height, picture.bytes_per_pixel,
-         static_cast<ptrdiff_t>(stride)};
-  horizontal_then_vertical(box, *axes.horizontal, *axes.identity, kernels, begin, end,
-                           job.out, job.out_stride);
+  const ptrdiff_t stride = ptrdiff_t{box.width} * bytes_per_pixel;
+  std::vector<uint8_t> bytes(stride * (end - begin));
+  vertical_only(box, *axes.vertical, kernels, begin, end, bytes.data(), stride);
+  const Box middle{bytes.data(), stride,          begin, end - 1,
+                   job.width,    bytes_per_pixel, stride};
+  horizontal_then_vertical(middle, *axes.horizontal, *axes.identity, kernels, begin,
+                           end, job.out, job.out_stride);
 }
 
 }  // namespace ovis

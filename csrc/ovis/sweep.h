@@ -20,6 +20,7 @@ namespace ovis {
 struct Windows {
   int groups = 0;
   std::vector<int> starts;            // [out], in groups
+  std::vector<int> first, last;       // [out], the taps within, see Taps
   std::vector<int32_t> coefficients;  // [out][groups][digits]
 };
 
@@ -48,15 +49,8 @@ struct Axes {
 
 Axes make_axes(const ovis_tiler_job& job, WindowsCache& cache);
 
-// The picture, row by row.
-struct Picture {
-  std::vector<const uint8_t*> rows;
-  int width;
-  int bytes_per_pixel;
-};
-
-// Makes rows [begin, end) of a job's result.
-void resize_band(const Picture& picture, const ovis_tiler_job& job, const Axes& axes,
-                 const Kernels& kernels, int begin, int end);
+// Makes rows [begin, end) of a job's result. The strip must hold what they need.
+void resize_band(const ovis_tiler_strip& strip, const ovis_tiler_job& job,
+                 const Axes& axes, const Kernels& kernels, int begin, int end);
 
 }  // namespace ovis

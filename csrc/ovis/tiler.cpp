@@ -51,25 +51,28 @@ struct Band {
   int begin, end;
 };
 
-int64_t source_pixels(const ovis_tiler_job& job) {
-  return int64_t{job.width} * job.height;
+// What a job costs: the source pixels that its rows need, nearly.
+int64_t cost(const ovis_tiler_job& job) {
+  return int64_t{job.width} * job.height * (job.end - job.begin) / job.out_height + 1;
 }
 
 std::vector<Band> make_bands(const ovis_tiler_job* jobs, const std::vector<Axes>& axes,
                              int threads) {
   int64_t total = 0;
-  for (size_t i = 0; i < axes.size(); ++i) total += source_pixels(jobs[i]);
+  for (size_t i = 0; i < axes.size(); ++i) total += cost(jobs[i]);
   std::vector<Band> bands;
   for (size_t i = 0; i < axes.size(); ++i) {
-    const int height = jobs[i].out_height;
+    const int rows = jobs[i].end - jobs[i].begin;
+    if (rows == 0) continue;
     // An overview costs as much as all other tiles together: cut to even shares.
-    const int64_t shares = threads == 1 ? 1 : source_pixels(jobs[i]) * 2 * threads / total;
-    const int parts = static_cast<int>(
-        std::clamp<int64_t>(shares, 1, std::max(height / kLeastBandRows, 1)));
-    for (int part = 0; part < parts; ++part) {
-      bands.push_back({&jobs[i], &axes[i],
-                       static_cast<int>(int64_t{height} * part / parts),
-                       static_cast<int>(int64_t{height} * (part + 1) / parts)});
+    const int64_t shares = threads == 1 ? 1 : cost(jobs[i]) * 2 * threads / total;
+    const int64_t parts =
+        std::clamp<int64_t>(shares, 1, std::max(rows / kLeastBandRows, 1));
+    const auto edge = [&](int64_t part) {
+      return jobs[i].begin + static_cast<int>(rows * part / parts);
+    };
+    for (int64_t part = 0; part < parts; ++part) {
+      bands.push_back({&jobs[i], &axes[i], edge(part), edge(part + 1)});
     }
   }
   return bands;
@@ -97,20 +100,15 @@ class Workers {
   std::vector<std::thread> threads_;
 };
 
-void resize_all(const Picture& picture, const ovis_tiler_job* jobs, int num_jobs,
+void resize_all(const ovis_tiler_strip& strip, const std::vector<Band>& bands,
                 int threads, const Kernels& kernels) {
-  WindowsCache cache(kernels);
-  std::vector<Axes> axes;
-  for (int i = 0; i < num_jobs; ++i) axes.push_back(make_axes(jobs[i], cache));
-  const std::vector<Band> bands = make_bands(jobs, axes, threads);
-
   std::atomic<size_t> next{0};
   std::atomic<bool> failed{false};
   const auto work = [&] {
     try {
       for (size_t i; (i = next++) < bands.size();) {
         const Band& band = bands[i];
-        resize_band(picture, *band.job, *band.axes, kernels, band.begin, band.end);
+        resize_band(strip, *band.job, *band.axes, kernels, band.begin, band.end);
       }
     } catch (const std::bad_alloc&) {
       failed = true;
@@ -118,30 +116,30 @@ void resize_all(const Picture& picture, const ovis_tiler_job* jobs, int num_jobs
   };
   {
     Workers workers;
-    workers.start(std::min<int>(threads, bands.size()) - 1, work);
+    workers.start(static_cast<int>(std::min<size_t>(threads, bands.size())) - 1, work);
     work();
   }
   if (failed) throw std::bad_alloc();
 }
 
-Picture make_picture(const ovis_tiler_strip* strips, int num_strips, int width,
-                     int bytes_per_pixel) {
-  Picture picture;
-  picture.width = width;
-  picture.bytes_per_pixel = bytes_per_pixel;
-  for (int i = 0; i < num_strips; ++i) {
-    for (int32_t y = 0; y < strips[i].rows; ++y) {
-      picture.rows.push_back(strips[i].data + y * strips[i].row_stride);
-    }
-  }
-  return picture;
+bool is_valid(const ovis_tiler_strip& strip) {
+  return strip.data != nullptr && strip.top >= 0 && strip.height > 0 &&
+         strip.width > 0 && (strip.bytes_per_pixel == 3 || strip.bytes_per_pixel == 4);
 }
 
-bool fits(const ovis_tiler_job& job, const Picture& picture) {
+bool is_valid(const ovis_tiler_job& job, const ovis_tiler_strip& strip) {
   return job.left >= 0 && job.top >= 0 && job.width > 0 && job.height > 0 &&
-         job.width <= picture.width - job.left &&
-         job.height <= static_cast<int64_t>(picture.rows.size()) - job.top &&
-         job.out_width > 0 && job.out_height > 0 && job.out != nullptr;
+         job.width <= strip.width - job.left && job.out_width > 0 &&
+         job.out_height > 0 && job.out != nullptr && job.begin >= 0 &&
+         job.begin <= job.end && job.end <= job.out_height;
+}
+
+bool has_rows(const ovis_tiler_strip& strip, const ovis_tiler_job& job,
+              const Windows& vertical) {
+  if (job.begin == job.end) return true;
+  const int64_t top = int64_t{job.top} - strip.top;
+  return top + vertical.first[job.begin] >= 0 &&
+         top + vertical.last[job.end - 1] <= strip.height;
 }
 
 }  // namespace
@@ -153,21 +151,34 @@ int32_t ovis_tiler_supports(int32_t instruction_set) {
   return ovis::kernels_of(instruction_set) != nullptr;
 }
 
-int32_t ovis_tiler_resize(const ovis_tiler_strip* strips, int32_t num_strips,
-                          int32_t width, int32_t bytes_per_pixel,
-                          const ovis_tiler_job* jobs, int32_t num_jobs,
-                          int32_t threads, int32_t instruction_set) try {
+int32_t ovis_tiler_needed_rows(int32_t height, int32_t out_height, int32_t* first,
+                               int32_t* last) try {
+  if (height < 1 || out_height < 1) return OVIS_TILER_BAD_ARGUMENT;
+  const ovis::Taps taps = ovis::make_taps(height, out_height);
+  std::copy(taps.first.begin(), taps.first.end(), first);
+  std::copy(taps.last.begin(), taps.last.end(), last);
+  return OVIS_TILER_OK;
+} catch (const std::bad_alloc&) {
+  return OVIS_TILER_OUT_OF_MEMORY;
+}
+
+int32_t ovis_tiler_resize(const ovis_tiler_strip* strip, const ovis_tiler_job* jobs,
+                          int32_t num_jobs, int32_t threads,
+                          int32_t instruction_set) try {
   const ovis::Kernels* kernels = ovis::kernels_of(instruction_set);
-  if (kernels == nullptr || (bytes_per_pixel != 3 && bytes_per_pixel != 4) ||
-      threads < 1) {
+  if (kernels == nullptr || threads < 1 || !ovis::is_valid(*strip)) {
     return OVIS_TILER_BAD_ARGUMENT;
   }
-  const ovis::Picture picture =
-      ovis::make_picture(strips, num_strips, width, bytes_per_pixel);
+  ovis::WindowsCache cache(*kernels);
+  std::vector<ovis::Axes> axes;
   for (int32_t i = 0; i < num_jobs; ++i) {
-    if (!ovis::fits(jobs[i], picture)) return OVIS_TILER_BAD_ARGUMENT;
+    if (!ovis::is_valid(jobs[i], *strip)) return OVIS_TILER_BAD_ARGUMENT;
+    axes.push_back(ovis::make_axes(jobs[i], cache));
+    if (!ovis::has_rows(*strip, jobs[i], *axes.back().vertical)) {
+      return OVIS_TILER_BAD_ARGUMENT;
+    }
   }
-  ovis::resize_all(picture, jobs, num_jobs, threads, *kernels);
+  ovis::resize_all(*strip, ovis::make_bands(jobs, axes, threads), threads, *kernels);
   return OVIS_TILER_OK;
 } catch (const std::bad_alloc&) {
   return OVIS_TILER_OUT_OF_MEMORY;
