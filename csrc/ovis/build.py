@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 LIBRARY = "libovis_tiler.so"
+FUZZER = "ovis_tiler_fuzzer"
 _SOURCE = Path(__file__).resolve().parent
 _PACKAGE = _SOURCE.parents[1] / "vllm" / "models" / "ovis"
 
@@ -31,6 +32,16 @@ def compiler_command(output: Path) -> list[str]:
     compiler = os.environ.get("CXX", "g++").split()
     sources = sorted(str(path) for path in _SOURCE.glob("*.cpp"))
     return [*compiler, *_FLAGS, *sources, "-o", str(output)]
+
+
+def fuzzer_command(output: Path) -> list[str]:
+    """The call that compiles the fuzzer, with sanitizers."""
+    compiler = os.environ.get("CXX", "g++").split()
+    sources = sorted(str(path) for path in _SOURCE.glob("*.cpp"))
+    sources.append(str(_SOURCE / "fuzz" / "fuzz.cpp"))
+    flags = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread")
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    return [*compiler, *flags, *sanitizers, *sources, "-o", str(output)]
 
 
 def cmake_commands(build: Path) -> list[list[str]]:
@@ -54,6 +65,7 @@ def build(directory: Path = _PACKAGE, use_cmake: bool | None = None) -> Path:
     Raises:
         OSError: There is no compiler.
         subprocess.CalledProcessError: Compilation failed.
+
     """
     if use_cmake is None:
         use_cmake = shutil.which("cmake") is not None
@@ -73,13 +85,27 @@ def build(directory: Path = _PACKAGE, use_cmake: bool | None = None) -> Path:
     return target
 
 
+def build_fuzzer(directory: Path) -> Path:
+    """Build the fuzzer into a directory and return its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    target = directory / FUZZER
+    subprocess.run(fuzzer_command(target), check=True)
+    return target
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", type=Path, default=_PACKAGE)
     parser.add_argument(
         "--no-cmake", action="store_true", help="call the compiler, even with CMake"
     )
+    parser.add_argument(
+        "--fuzzer", action="store_true", help="build the fuzzer instead"
+    )
     arguments = parser.parse_args()
+    if arguments.fuzzer:
+        print(build_fuzzer(arguments.directory))
+        return
     print(build(arguments.directory, False if arguments.no_cmake else None))
 
 

@@ -63,6 +63,7 @@ def resample(
     Raises:
         ValueError: The picture is not RGB, or a box or rectangle does not lie inside
             its picture or tile.
+
     """
     targets = _targets(image, boxes, rectangles, pixels)
     library = _library_if_equal()
@@ -79,6 +80,7 @@ class Target:
     Attributes:
         box: Left, top, right, bottom in the picture.
         content: uint8 `[height, width, 3]`, pixels of a row next to each other.
+
     """
 
     box: Box
@@ -164,6 +166,7 @@ class Library:
     Raises:
         OSError: It is not there, cannot be loaded, or belongs to another version of
             this module.
+
     """
 
     def __init__(self, path: Path = LIBRARY_PATH):
@@ -240,6 +243,7 @@ def resample_with_library(
         instruction_set: One that the library supports.
         strip_bytes: How much of a picture to copy at a time, where Pillow does not let
             it be read in place.
+
     """
     jobs = [_job(target) for target in targets]
     whole = _PixelView.in_place(image)
@@ -272,6 +276,7 @@ def _plan_strips(
     Yields:
         Top and bottom of a strip, and the jobs that can go on with it, whose `begin`
         and `end` are set to the rows of their results that it is enough for.
+
     """
     needs = [library.needed_rows(job.height, job.out_height) for job in jobs]
     for job in jobs:
