@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps
 
+from .resample import resample
 from .tiling import (
     DEFAULT_COVERING_THRESHOLD,
     DEFAULT_MAX_PARTITION,
-    Box,
     choose_grid,
     fit_size,
     tile_boxes,
@@ -168,31 +168,6 @@ def tile_image(
     pixels = np.zeros((len(boxes), side, side, 3), np.uint8)
     resample(image, boxes, rectangles, pixels)
     return TiledImage(pixels, rectangles, (rows, cols))
-
-
-def resample(
-    image: Image.Image,
-    boxes: Sequence[Box],
-    rectangles: npt.NDArray[np.int32],
-    pixels: npt.NDArray[np.uint8],
-) -> None:
-    """Resize boxes of an RGB picture into rectangles of a tile buffer, bicubic.
-
-    Takes all tiles at once so that an implementation can read the picture just once.
-
-    Args:
-        image: Picture in mode RGB.
-        boxes: Left, top, right, bottom of each tile in the picture.
-        rectangles: int32 `[tiles, 4]`, where to write (`TiledImage.rectangles`).
-        pixels: uint8 `[tiles, side, side, 3]`, written to inside the rectangles only.
-    """
-    for tile, box, (top, left, height, width) in zip(
-        pixels, boxes, rectangles.tolist()
-    ):
-        # Cropped first: `resize(box=...)` would let the filter see outside the tile.
-        content = image if box == (0, 0, *image.size) else image.crop(box)
-        content = content.resize((width, height), Image.Resampling.BICUBIC)
-        tile[top : top + height, left : left + width] = np.asarray(content)
 
 
 def normalization_table(
