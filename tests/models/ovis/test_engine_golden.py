@@ -117,7 +117,9 @@ def test_first_token_logits(engine: tuple[str, LLM]) -> None:
     worst = 0.0
     for case, output in zip(cases, outputs, strict=True):
         expected = expected_array(checkpoint, case, "logits")
-        logprobs = output.outputs[0].logprobs[0]
+        all_logprobs = output.outputs[0].logprobs
+        assert isinstance(all_logprobs, list)
+        logprobs = all_logprobs[0]
         actual = np.array([logprobs[i].logprob for i in range(len(expected))])
         worst = max(worst, relative_error(actual, expected))
     print(f"{checkpoint}: largest relative error of logits {worst:.2e}")
@@ -204,9 +206,7 @@ FALLBACK_TEMPLATE = Path(vllm.__file__).parent.joinpath(
 def test_a_single_picture_without_a_list(engine: tuple[str, LLM]) -> None:
     """`multi_modal_data` may hold the picture itself."""
     checkpoint, llm = engine
-    case = next(
-        c for c in golden.array_cases(checkpoint) if c["name"] == "size_31x7"
-    )
+    case = next(c for c in golden.array_cases(checkpoint) if c["name"] == "size_31x7")
     request = as_request(case)
     request["multi_modal_data"] = {"image": request["multi_modal_data"]["image"][0]}
     output = llm.generate(request, GREEDY)[0]

@@ -8,7 +8,13 @@ import pytest
 
 from tests.models.ovis import golden
 from tests.models.ovis.server import serve
-from tests.models.ovis.test_server import CHECKPOINT, SERVED, ask, cases, expected_greedy
+from tests.models.ovis.test_server import (
+    CHECKPOINT,
+    SERVED,
+    ask,
+    cases,
+    expected_greedy,
+)
 from vllm.platforms import current_platform
 
 

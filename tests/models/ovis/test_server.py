@@ -175,9 +175,7 @@ PICTURE = Image.new("RGB", (300, 200), (20, 120, 220))
             id="a typed pad token",
         ),
         pytest.param(
-            user_message(
-                image_part(Image.new("RGB", (1000, 1))), text_part("What?")
-            ),
+            user_message(image_part(Image.new("RGB", (1000, 1))), text_part("What?")),
             {},
             ("1000", "1"),
             id="too thin",

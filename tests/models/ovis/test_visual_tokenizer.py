@@ -147,12 +147,14 @@ def build(sizes: VisionConfig, data_parallel: bool) -> VisualTokenizer:
     weights = random_weights(sizes)
     tower = {k[9:]: v for k, v in weights.items() if k.startswith("backbone.")}
     head = {k[5:]: v for k, v in weights.items() if k.startswith("head.")}
-    loaded = {f"backbone.{name}" for name in model.backbone.load_weights(tower.items())}
+    backbone: Any = model.backbone
+    loaded = {f"backbone.{name}" for name in backbone.load_weights(tower.items())}
     loaded |= {f"head.{name}" for name in model.head.load_weights(head.items())}
     assert loaded == {name for name, _ in model.named_parameters()}
     for module in model.modules():
         if isinstance(module, LinearBase):
-            module.quant_method.process_weights_after_loading(module)
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
     return model
 
 
@@ -291,9 +293,7 @@ def test_data_parallel_equals_one(
 
 
 def test_chunks_do_not_change_the_answer(alone: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(
-        alone["chunked"], alone["4 tiles"], rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(alone["chunked"], alone["4 tiles"], rtol=1e-5, atol=1e-6)
 
 
 def test_a_bias_without_a_place_is_an_error(alone: dict[str, torch.Tensor]) -> None:

@@ -281,7 +281,11 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
         """
         pad_id = self.info.ovis_processor.image_pad_id
         tokenizer = self.info.get_tokenizer()
-        text = tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
+        # Some tokenizers would tidy spaces away here, which would not be the text.
+        text = tokenizer.decode(
+            prompt_ids,
+            clean_up_tokenization_spaces=False,  # type: ignore[call-arg]
+        )
         marked = prompt_ids
         if IMAGE_MARKER in text:
             first, *others = tokenize_with_markers(tokenizer, text)

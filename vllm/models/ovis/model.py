@@ -3,7 +3,7 @@
 """Ovis 1.6 and Ovis 2: visual embeddings beside an unmodified text model."""
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -66,7 +66,8 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config: OvisConfig = vllm_config.model_config.hf_config
+        config = vllm_config.model_config.hf_config
+        assert isinstance(config, OvisConfig)
         images = ImageSettings.from_preprocessor_config(
             vllm_config.model_config.hf_image_processor_config
         )
@@ -82,7 +83,7 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
                 prefix=maybe_prefix(prefix, "visual_tokenizer"),
             )
         with self._mark_language_model(vllm_config):
-            self.llm = init_vllm_registered_model(
+            self.llm: Any = init_vllm_registered_model(
                 vllm_config=vllm_config,
                 hf_config=config.llm_config,
                 prefix=maybe_prefix(prefix, "llm"),

@@ -9,6 +9,7 @@ sum of the visual embedding table's rows enters the text model
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,9 @@ class PatchNormalizer(nn.Module):
     authors' order of operations; the padding around a tile's picture is zero after
     normalisation, which no pixel value maps to, and has a place of its own.
     """
+
+    table: torch.Tensor
+    channel_start: torch.Tensor
 
     def __init__(
         self,
@@ -275,7 +279,7 @@ class VisualVocabulary(nn.Module):
                     f"vocab_size asks for {expected}."
                 )
             if name.startswith("0."):
-                parameter = self.linear.get_parameter(name.removeprefix("0."))
+                parameter: Any = self.linear.get_parameter(name.removeprefix("0."))
                 padding = self.padded_words - self.num_words
                 tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, padding))
                 parameter.weight_loader(parameter, tensor)

@@ -3,6 +3,7 @@
 """What the vision towers share: patch embedding, attention and weight loading."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -147,11 +148,8 @@ def load_tower_weights(
                 "and the number of layers in visual_tokenizer_config."
             )
         param = params[name]
-        weight_loader = getattr(param, "weight_loader", default_weight_loader)
-        shard_id = getattr(tensor, "shard_id", None)
-        if shard_id is None:
-            weight_loader(param, tensor)
-        else:
-            weight_loader(param, tensor, shard_id)
+        weight_loader: Any = getattr(param, "weight_loader", default_weight_loader)
+        shard = (tensor.shard_id,) if hasattr(tensor, "shard_id") else ()
+        weight_loader(param, tensor, *shard)
         loaded.add(name)
     return loaded
