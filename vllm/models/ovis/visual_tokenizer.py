@@ -29,6 +29,7 @@ from vllm.utils.math_utils import cdiv, round_up
 
 from .config import NUM_INDICATORS, VisionConfig
 from .images import normalization_table
+from .ops import word_probabilities_
 from .towers.aimv2 import AIMv2Tower
 from .towers.siglip import SiglipTower
 
@@ -193,44 +194,35 @@ class VisualVocabulary(nn.Module):
         chunk = max(1, MAX_LOGITS_BYTES // row_bytes)
         parts = [self._embed(part) for part in features.split(chunk)]
         embeddings = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self.tp_size > 1:
-            embeddings = tensor_model_parallel_all_reduce(embeddings)
-        return embeddings
+        return self._sum_over_ranks(embeddings)
 
     def _embed(self, features: torch.Tensor) -> torch.Tensor:
         logits = self.linear(features)
-        words = logits[:, : self.local_words]
-        if self.tp_size == 1:
-            words = F.layer_norm(
-                words,
-                (self.num_words,),
-                self.norm_weight,
-                self.norm_bias,
-                self.norm_eps,
+        if self.tokenize_function == "softmax" and self.tp_size == 1:
+            word_probabilities_(
+                logits, self.num_words, self.norm_weight, self.norm_bias, self.norm_eps
             )
         else:
-            words = self._sharded_layer_norm(words)
-        if self.tokenize_function == "softmax":
-            probabilities = (
-                words.softmax(dim=-1)
-                if self.tp_size == 1
-                else self._sharded_softmax(words)
-            )
-        else:
+            words = self._sharded_layer_norm(logits[:, : self.local_words])
             # The authors add Gumbel noise even at inference for gumbel_argmax; its
             # mode, the argmax, is what a server can reproduce.
-            probabilities = self._one_hot_argmax(words)
-        logits[:, : self.local_words] = probabilities
-        logits[:, self.local_words :] = 0
+            logits[:, : self.local_words] = (
+                self._sharded_softmax(words)
+                if self.tokenize_function == "softmax"
+                else self._one_hot_argmax(words)
+            )
+            logits[:, self.local_words :] = 0
         return logits @ self.table
+
+    def _sum_over_ranks(self, local: torch.Tensor) -> torch.Tensor:
+        return tensor_model_parallel_all_reduce(local) if self.tp_size > 1 else local
 
     def _sharded_layer_norm(self, words: torch.Tensor) -> torch.Tensor:
         dtype = words.dtype
         words = words.float()
-        total = tensor_model_parallel_all_reduce(words.sum(-1, keepdim=True))
+        total = self._sum_over_ranks(words.sum(-1, keepdim=True))
         centred = words - total / self.num_words
-        squares = centred.square().sum(-1, keepdim=True)
-        squares = tensor_model_parallel_all_reduce(squares)
+        squares = self._sum_over_ranks(centred.square().sum(-1, keepdim=True))
         normed = centred * torch.rsqrt(squares / self.num_words + self.norm_eps)
         return (normed * self.norm_weight + self.norm_bias).to(dtype)
 
@@ -245,7 +237,7 @@ class VisualVocabulary(nn.Module):
 
     def _sharded_softmax(self, words: torch.Tensor) -> torch.Tensor:
         weights = torch.exp(words.float() - self._global_max(words).float())
-        total = tensor_model_parallel_all_reduce(weights.sum(-1, keepdim=True))
+        total = self._sum_over_ranks(weights.sum(-1, keepdim=True))
         return (weights / total).to(words.dtype)
 
     def _one_hot_argmax(self, words: torch.Tensor) -> torch.Tensor:
