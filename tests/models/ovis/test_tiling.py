@@ -19,6 +19,7 @@ from vllm.models.ovis.tiling import (
     num_tiles,
     tile_boxes,
     token_layout,
+    tokens_per_tile,
     worst_case_image_size,
 )
 
@@ -166,6 +167,18 @@ def test_layout_and_token_count_agree(rows, cols, tokens_per_tile):
     assert layout.count(Indicator.ROW) == rows - 1
     assert layout.count(Indicator.COLUMN) == rows * (cols - 1)
     assert layout[0] == Indicator.START and layout[-1] == Indicator.END
+
+
+@pytest.mark.parametrize(
+    ("side", "tokens"), [(448, 256), (384, 196), (112, 16), (104, 16), (27, 1)]
+)
+def test_tokens_per_tile(side, tokens):
+    assert tokens_per_tile(side, 14, 2) == tokens
+
+
+def test_tile_smaller_than_a_patch_is_refused():
+    with pytest.raises(ValueError, match="no patch of 14 pixels fits a tile of 13"):
+        tokens_per_tile(13, 14, 2)
 
 
 def test_token_counts_of_the_published_models():

@@ -271,6 +271,21 @@ def token_layout(rows: int, cols: int) -> list[int]:
     return [int(item) for item in layout]
 
 
+def tokens_per_tile(side: int, patch_size: int, hidden_stride: int) -> int:
+    """Tokens of one tile: whole patches, merged in squares of `hidden_stride`.
+
+    A patch grid that `hidden_stride` does not divide is padded, hence rounded up:
+    384, 14, 2 gives 196; 448, 14, 2 gives 256.
+
+    Raises:
+        ValueError: An argument is below 1, or no patch fits into a tile.
+    """
+    _require_positive(side=side, patch_size=patch_size, hidden_stride=hidden_stride)
+    if side < patch_size:
+        raise ValueError(f"no patch of {patch_size} pixels fits a tile of {side}")
+    return (-(-(side // patch_size) // hidden_stride)) ** 2
+
+
 def num_image_tokens(rows: int, cols: int, tokens_per_tile: int) -> int:
     """Tokens one picture takes in the prompt, indicators included.
 
