@@ -23,18 +23,24 @@ constexpr int kMaxBlockRows = kBlockGroups * 4;
 // A vertical pass may read so many words beyond the last sample of a row group.
 constexpr int kPaddingWords = 64;
 
+// Row groups and `scratch` start on one: a load across two costs twice as much.
+constexpr int kCacheLine = 64;
+
 struct HorizontalBlock {
   const uint8_t* const* rows;  // [4 * group], first pixel of the box in each row
   int bytes_per_pixel;         // 3 or 4
-  int width;                   // of the box, in pixels
   ptrdiff_t readable;          // bytes that may be read from each pointer on
   const int* starts;           // [out_width], first group of each window
   const int32_t* coefficients;  // [out_width][groups][digits]
   int groups;                  // in each window
   int out_width;
-  int32_t* scratch;  // [(width rounded up to 4) * 12]
+  int32_t* scratch;     // [scratch_groups][3][4 * group], on a cache line
+  int scratch_groups;   // at least groups + kLeastAhead
   int32_t* const* out;  // [4], a row group each: [out_width * 3] words and padding
 };
+
+// Pixels are brought into `scratch` some way ahead of their use.
+constexpr int kLeastAhead = 4;
 
 struct Kernels {
   const char* name;

@@ -15,6 +15,8 @@
   #include <immintrin.h>
   #include <string.h>
 
+  #include "source.h"
+
 namespace ovis {
 namespace {
 
@@ -63,39 +65,20 @@ inline __m256i two_rows(const uint8_t* low, const uint8_t* high) {
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(high)), 1);
 }
 
-// Brings the pixels of a block into `scratch`, just ahead of their use.
-class Source {
+// Four pixels of each row to two pairs.
+class Loader {
  public:
-  explicit Source(const HorizontalBlock& block)
-      : block_(block),
-        order_(_mm256_broadcastsi128_si256(
-            block.bytes_per_pixel == 3
+  static constexpr int kGroup = 2;
+  static constexpr int kStep = 2;
+
+  explicit Loader(int bytes_per_pixel)
+      : order_(_mm256_broadcastsi128_si256(
+            bytes_per_pixel == 3
                 ? _mm_setr_epi8(0, 6, 3, 9, 1, 7, 4, 10, 2, 8, 5, 11, -1, -1, -1, -1)
                 : _mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, -1, -1, -1,
                                 -1))) {}
 
-  // Makes all pairs before `pair`.
-  void advance(int pair) {
-    for (; pair_ < pair; pair_ += 2) {
-      const ptrdiff_t offset = ptrdiff_t{pair_} * 2 * block_.bytes_per_pixel;
-      int32_t* words = block_.scratch + ptrdiff_t{pair_} * kPairWords;
-      const ptrdiff_t left = block_.readable - offset;
-      if (left >= 16) {
-        load(block_.rows, offset, words);
-      } else {
-        uint8_t copies[kRows][16] = {};
-        const uint8_t* rows[kRows];
-        for (int i = 0; i < kRows; ++i) {
-          memcpy(copies[i], block_.rows[i] + offset, left);
-          rows[i] = copies[i];
-        }
-        load(rows, 0, words);
-      }
-    }
-  }
-
- private:
-  void load(const uint8_t* const* rows, ptrdiff_t offset, int32_t* words) {
+  void load(const uint8_t* const* rows, ptrdiff_t offset, int32_t* words) const {
     __m256i pairs[4];
     for (int i = 0; i < 4; ++i) {
       pairs[i] = two_rows(rows[i] + offset, rows[i + 4] + offset);
@@ -103,9 +86,8 @@ class Source {
     transpose(pairs, order_, words);
   }
 
-  const HorizontalBlock& block_;
+ private:
   const __m256i order_;
-  int pair_ = 0;
 };
 
 // The window of one output pixel, for three channels of eight rows.
@@ -137,15 +119,13 @@ inline void filter_pixel(const int32_t* words, const int32_t* coefficients, int 
 
 template <int kGroups>
 void horizontal_of(const HorizontalBlock& block) {
-  Source source(block);
+  Source<Loader> source(block, Loader(block.bytes_per_pixel));
   const __m256i white = _mm256_set1_epi16(255);
   const int32_t* coefficients = block.coefficients;
   for (int x = 0; x < block.out_width; ++x) {
-    const int start = block.starts[x];
-    source.advance(start + block.groups);
+    const int32_t* words = source.window(block.starts[x], block.groups);
     __m256i sums[3];
-    filter_pixel<kGroups>(block.scratch + ptrdiff_t{start} * kPairWords, coefficients,
-                          block.groups, sums);
+    filter_pixel<kGroups>(words, coefficients, block.groups, sums);
     coefficients += block.groups * kDigits;
     // To bytes in 16 bits; words are row pairs then: R01 R23 G01 G23 | R45 R67 ...
     const __m256i rg = _mm256_shuffle_epi32(

@@ -17,6 +17,8 @@
   #include <immintrin.h>
   #include <string.h>
 
+  #include "source.h"
+
 namespace ovis {
 namespace {
 
@@ -51,52 +53,20 @@ inline void start(__m512i sums[kDigits]) {
   sums[2] = _mm512_set1_epi32(1 << (kBits - 1));
 }
 
-// Brings the pixels of a block into `scratch` as [four pixels][channel][row], just
-// ahead of their use.
-class Source {
+// Four pixels of each row to one group.
+class Loader {
  public:
-  explicit Source(const HorizontalBlock& block)
-      : block_(block),
-        order_(_mm512_broadcast_i32x4(
-            block.bytes_per_pixel == 3
+  static constexpr int kGroup = 4;
+  static constexpr int kStep = 1;
+
+  explicit Loader(int bytes_per_pixel)
+      : order_(_mm512_broadcast_i32x4(
+            bytes_per_pixel == 3
                 ? _mm_setr_epi8(0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11, -1, -1, -1, -1)
                 : _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1,
                                 -1))) {}
 
-  // Makes all groups before `group`.
-  void advance(int group) {
-    for (; group_ < group; ++group_) {
-      const ptrdiff_t offset = ptrdiff_t{group_} * kGroup * block_.bytes_per_pixel;
-      int32_t* words = block_.scratch + ptrdiff_t{group_} * kQuadWords;
-      const ptrdiff_t left = block_.readable - offset;
-      if (left >= 16) {
-        load(block_.rows, offset, words);
-      } else {
-        uint8_t copies[kRows][16] = {};
-        const uint8_t* rows[kRows];
-        for (int i = 0; i < kRows; ++i) {
-          memcpy(copies[i], block_.rows[i] + offset, left);
-          rows[i] = copies[i];
-        }
-        load(rows, 0, words);
-      }
-    }
-  }
-
- private:
-  // Rows i, i + 4, i + 8 and i + 12.
-  __m512i four_rows(const uint8_t* const* rows, int i, ptrdiff_t offset) {
-    const auto row = [&](int j) {
-      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j] + offset));
-    };
-    __m512i four = _mm512_castsi128_si512(row(i));
-    four = _mm512_inserti32x4(four, row(i + 4), 1);
-    four = _mm512_inserti32x4(four, row(i + 8), 2);
-    four = _mm512_inserti32x4(four, row(i + 12), 3);
-    return _mm512_shuffle_epi8(four, order_);  // RRRR GGGG BBBB of each row
-  }
-
-  void load(const uint8_t* const* rows, ptrdiff_t offset, int32_t* words) {
+  void load(const uint8_t* const* rows, ptrdiff_t offset, int32_t* words) const {
     const __m512i a = four_rows(rows, 0, offset), b = four_rows(rows, 1, offset);
     const __m512i c = four_rows(rows, 2, offset), d = four_rows(rows, 3, offset);
     const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
@@ -107,21 +77,30 @@ class Source {
                                               _mm512_unpackhi_epi32(c, d)));
   }
 
-  const HorizontalBlock& block_;
+ private:
+  // Rows i, i + 4, i + 8 and i + 12.
+  __m512i four_rows(const uint8_t* const* rows, int i, ptrdiff_t offset) const {
+    const auto row = [&](int j) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j] + offset));
+    };
+    __m512i four = _mm512_castsi128_si512(row(i));
+    four = _mm512_inserti32x4(four, row(i + 4), 1);
+    four = _mm512_inserti32x4(four, row(i + 8), 2);
+    four = _mm512_inserti32x4(four, row(i + 12), 3);
+    return _mm512_shuffle_epi8(four, order_);  // RRRR GGGG BBBB of each row
+  }
+
   const __m512i order_;
-  int group_ = 0;
 };
 
 // kGroups is the number of groups in a window, or 0 if only known at run time.
 template <int kGroups>
 void horizontal_of(const HorizontalBlock& block) {
-  Source source(block);
+  Source<Loader> source(block, Loader(block.bytes_per_pixel));
   const int groups = kGroups ? kGroups : block.groups;
   const int32_t* coefficients = block.coefficients;
   for (int x = 0; x < block.out_width; ++x) {
-    const int first = block.starts[x];
-    source.advance(first + groups);
-    const int32_t* words = block.scratch + ptrdiff_t{first} * kQuadWords;
+    const int32_t* words = source.window(block.starts[x], groups);
     __m512i sums[3][kDigits];
     for (int c = 0; c < 3; ++c) start(sums[c]);
   #pragma GCC unroll 16

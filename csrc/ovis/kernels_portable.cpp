@@ -7,6 +7,7 @@
 
 #include "filter.h"
 #include "kernels.h"
+#include "source.h"
 
 namespace ovis {
 namespace {
@@ -22,21 +23,26 @@ void split(const int32_t* coefficients, int32_t* words) {
   words[0] = coefficients[0];
 }
 
-void horizontal(const HorizontalBlock& block) {
-  // scratch: [pixel][channel][row], so that one coefficient serves 12 neighbours.
-  constexpr int kStep = kChannels * kRows;
-  for (int row = 0; row < kRows; ++row) {
-    const uint8_t* pixel = block.rows[row];
-    int32_t* word = block.scratch + row;
-    for (int x = 0; x < block.width; ++x) {
-      for (int c = 0; c < kChannels; ++c) word[c * kRows] = pixel[c];
-      pixel += block.bytes_per_pixel;
-      word += kStep;
+// One pixel at a time: 3 or 4 bytes, of which the source promises 16.
+struct Loader {
+  static constexpr int kGroup = 1;
+  static constexpr int kStep = 1;
+
+  void load(const uint8_t* const* rows, ptrdiff_t offset, int32_t* words) const {
+    for (int row = 0; row < kRows; ++row) {
+      for (int c = 0; c < kChannels; ++c) {
+        words[c * kRows + row] = rows[row][offset + c];
+      }
     }
   }
+};
+
+void horizontal(const HorizontalBlock& block) {
+  constexpr int kStep = kChannels * kRows;  // neighbours that one coefficient serves
+  Source<Loader> source(block, Loader{});
   const int32_t* coefficients = block.coefficients;
   for (int x = 0; x < block.out_width; ++x) {
-    const int32_t* words = block.scratch + size_t{kStep} * block.starts[x];
+    const int32_t* words = source.window(block.starts[x], block.groups);
     int32_t sums[kStep];
     for (int32_t& sum : sums) sum = kRounding;
     for (int j = 0; j < block.groups; ++j) {

@@ -3,113 +3,26 @@
 #include "sweep.h"
 
 #include <algorithm>
+#include <new>
 
 namespace ovis {
 namespace {
 
 constexpr int kChannels = 3;
+constexpr int kMostBytesPerPixel = 4;
 
-int round_up(int value, int multiple) {
+// Groups of pixels in `scratch` beside those of a window: enough to make sliding rare,
+// few enough for the first-level cache.
+constexpr int kAheadPixels = 128;
+
+size_t round_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Row groups that the horizontal pass has made and the vertical pass still needs.
-class Ring {
- public:
-  Ring(int groups, int words)
-      : stride_(round_up(words, 16) + kPaddingWords), mask_(1) {
-    while (mask_ < groups) mask_ *= 2;
-    words_.resize(stride_ * mask_);
-    --mask_;
-  }
-
-  int32_t* operator[](int group) {
-    return words_.data() + stride_ * (group & mask_);
-  }
-
- private:
-  size_t stride_;
-  int mask_;
-  std::vector<int32_t> words_;
-};
-
-// A box of which some rows are here: of a strip, or the result of a first pass.
-struct Box {
-  const uint8_t* data;  // first pixel of row `first_row`
-  ptrdiff_t stride;
-  int first_row, last_row;
-  int width;
-  int bytes_per_pixel;
-  ptrdiff_t readable;  // bytes from the start of each row on
-
-  // A group may reach out to rows that are not here, but only meets coefficients of 0
-  // there: any other row will do.
-  const uint8_t* row(int y) const {
-    return data + stride * (std::clamp(y, first_row, last_row) - first_row);
-  }
-};
-
-// Horizontal pass, then vertical pass, for rows [begin, end) of the result.
-void horizontal_then_vertical(const Box& box, const Windows& horizontal,
-                              const Windows& vertical, const Kernels& kernels,
-                              int begin, int end, uint8_t* out,
-                              int64_t out_stride) {
-  const int block_rows = kBlockGroups * kernels.group;
-  const int out_width = static_cast<int>(horizontal.starts.size());
-  const int samples = out_width * kChannels;
-  const size_t window_words = size_t(vertical.groups) * kernels.digits;
-
-  Ring ring(vertical.groups + kBlockGroups, samples);
-  std::vector<int32_t> scratch(size_t(round_up(box.width, 4)) * 12);
-  std::vector<const int32_t*> window(vertical.groups);
-  const uint8_t* rows[kMaxBlockRows];
-  int32_t* made[kBlockGroups];
-
-  HorizontalBlock block;
-  block.rows = rows;
-  block.bytes_per_pixel = box.bytes_per_pixel;
-  block.width = box.width;
-  block.readable = box.readable;
-  block.starts = horizontal.starts.data();
-  block.coefficients = horizontal.coefficients.data();
-  block.groups = horizontal.groups;
-  block.out_width = out_width;
-  block.scratch = scratch.data();
-  block.out = made;
-
-  int next_group = vertical.starts[begin] / kBlockGroups * kBlockGroups;
-  for (int y = begin; y < end; ++y) {
-    const int first = vertical.starts[y];
-    while (next_group < first + vertical.groups) {
-      for (int i = 0; i < block_rows; ++i) {
-        rows[i] = box.row(next_group * kernels.group + i);
-      }
-      for (int i = 0; i < kBlockGroups; ++i) made[i] = ring[next_group + i];
-      kernels.horizontal(block);
-      next_group += kBlockGroups;
-    }
-    for (int j = 0; j < vertical.groups; ++j) window[j] = ring[first + j];
-    kernels.vertical(window.data(), vertical.coefficients.data() + y * window_words,
-                     vertical.groups, samples, out + y * out_stride);
-  }
-}
-
-// Vertical pass alone, for rows [begin, end) of the result.
-void vertical_only(const Box& box, const Windows& vertical, const Kernels& kernels,
-                   int begin, int end, uint8_t* out, size_t out_stride) {
-  const int count = vertical.groups * kernels.group;
-  const size_t window_words = size_t(vertical.groups) * kernels.digits;
-  std::vector<const uint8_t*> rows(count);
-  for (int y = begin; y < end; ++y) {
-    const int first = vertical.starts[y] * kernels.group;
-    for (int i = 0; i < count; ++i) {
-      rows[i] = box.row(first + i);
-    }
-    kernels.vertical_bytes(
-        rows.data(), vertical.coefficients.data() + y * window_words,
-        vertical.groups, box.width * box.bytes_per_pixel, out);
-    out += out_stride;
-  }
+int power_of_two(int at_least) {
+  int value = 1;
+  while (value < at_least) value *= 2;
+  return value;
 }
 
 }  // namespace
@@ -125,7 +38,8 @@ Windows make_windows(const Taps& taps, const Kernels& kernels) {
   windows.starts.resize(taps.out);
   windows.first = taps.first;
   windows.last = taps.last;
-  windows.coefficients.resize(size_t(taps.out) * windows.groups * kernels.digits);
+  windows.words = windows.groups * kernels.digits;
+  windows.coefficients.resize(size_t(taps.out) * windows.words);
   std::vector<int32_t> padded(size_t(windows.groups) * group);
   const int32_t* coefficients = taps.coefficients.data();
   int32_t* words = windows.coefficients.data();
@@ -168,31 +82,137 @@ Axes make_axes(const ovis_tiler_job& job, WindowsCache& cache) {
   return axes;
 }
 
-void resize_band(const ovis_tiler_strip& strip, const ovis_tiler_job& job,
-                 const Axes& axes, const Kernels& kernels, int begin, int end) {
-  const int bytes_per_pixel = strip.bytes_per_pixel;
-  const ptrdiff_t left = ptrdiff_t{job.left} * bytes_per_pixel;
-  const int first_row = axes.vertical->first[begin];
-  const Box box{strip.data + left +
-                    strip.row_stride * (ptrdiff_t{job.top} + first_row - strip.top),
-                strip.row_stride,
-                first_row,
-                axes.vertical->last[end - 1] - 1,
-                job.width,
-                bytes_per_pixel,
-                ptrdiff_t{strip.width} * bytes_per_pixel - left};
-  if (axes.identity == nullptr) {
-    horizontal_then_vertical(box, *axes.horizontal, *axes.vertical, kernels, begin,
-                             end, job.out, job.out_stride);
-    return;
+Words::Words(size_t count)
+    : words_(new (std::align_val_t(kCacheLine)) int32_t[count]()) {}
+
+void Words::Delete::operator()(int32_t* words) const {
+  operator delete[](words, std::align_val_t(kCacheLine));
+}
+
+// What a band needs between its first and its last step.
+struct Band::Memory {
+  Memory(size_t samples, int ring_groups, size_t scratch_words, size_t first_pass_bytes)
+      : ring_stride(round_up(samples, kCacheLine / sizeof(int32_t)) + kPaddingWords),
+        ring_mask(power_of_two(ring_groups) - 1),
+        ring(ring_stride * (size_t(ring_mask) + 1)),
+        scratch(scratch_words),
+        first_pass(first_pass_bytes) {}
+
+  // Row groups that the horizontal pass has made and the vertical pass still needs.
+  int32_t* row_group(int index) const {
+    return ring.data() + ring_stride * (index & ring_mask);
   }
-  const ptrdiff_t stride = ptrdiff_t{box.width} * bytes_per_pixel;
-  std::vector<uint8_t> bytes(stride * (end - begin));
-  vertical_only(box, *axes.vertical, kernels, begin, end, bytes.data(), stride);
-  const Box middle{bytes.data(), stride,          begin, end - 1,
-                   job.width,    bytes_per_pixel, stride};
-  horizontal_then_vertical(middle, *axes.horizontal, *axes.identity, kernels, begin,
-                           end, job.out, job.out_stride);
+
+  const size_t ring_stride;
+  const int ring_mask;
+  const Words ring;
+  const Words scratch;
+  std::vector<uint8_t> first_pass;  // rows of a block if the vertical pass runs first
+};
+
+Band::Band(const ovis_tiler_job& job, int picture_width, const Axes& axes,
+           const Kernels& kernels, int begin, int end)
+    : job_(job),
+      picture_width_(picture_width),
+      axes_(axes),
+      kernels_(&kernels),
+      second_(axes.identity ? axes.identity : axes.vertical),
+      begin_(begin),
+      end_(end),
+      y_(begin),
+      next_group_(second_->starts[begin] / kBlockGroups * kBlockGroups) {}
+
+// Rows that the next block is made of, as the horizontal pass counts them. Others stand
+// in for those that do not influence the band, as they only meet coefficients of 0.
+ovis_tiler_rows Band::next_block() const {
+  const int top = next_group_ * kernels_->group;
+  const int bottom = std::min(top + block_rows(), second_->last[end_ - 1]);
+  return {std::min(std::max(top, second_->first[begin_]), bottom - 1), bottom};
+}
+
+ovis_tiler_rows Band::needs() const {
+  ovis_tiler_rows rows = next_block();
+  if (axes_.identity != nullptr) {
+    rows = {axes_.vertical->first[rows.top], axes_.vertical->last[rows.bottom - 1]};
+  }
+  return {job_.top + rows.top, job_.top + rows.bottom};
+}
+
+void Band::advance(const ovis_tiler_strip& strip) {
+  if (done()) return;
+  for (;;) {
+    const Windows& vertical = *second_;
+    while (vertical.starts[y_] + vertical.groups <= next_group_) {
+      make_row();
+      if (++y_ == end_) {
+        memory_.reset();
+        return;
+      }
+    }
+    const ovis_tiler_rows rows = needs();
+    if (rows.top < strip.top || rows.bottom > strip.top + strip.height) return;
+    make_block(strip);
+  }
+}
+
+void Band::make_block(const ovis_tiler_strip& strip) {
+  const int group = kernels_->group;
+  const int bytes_per_pixel = strip.bytes_per_pixel;
+  const Windows& horizontal = *axes_.horizontal;
+  const int scratch_groups = horizontal.groups + std::max(kAheadPixels / group, kLeastAhead);
+  const ptrdiff_t row_bytes = ptrdiff_t{job_.width} * bytes_per_pixel;
+  if (memory_ == nullptr) {
+    memory_ = std::make_shared<Memory>(
+        size_t(job_.out_width) * kChannels, second_->groups + kBlockGroups,
+        size_t(scratch_groups) * kChannels * block_rows(),
+        axes_.identity ? size_t(job_.width) * kMostBytesPerPixel * block_rows() : 0);
+  }
+  const uint8_t* corner = strip.data + ptrdiff_t{job_.left} * bytes_per_pixel +
+                          (ptrdiff_t{job_.top} - strip.top) * strip.row_stride;
+  const auto row = [&](int y) { return corner + y * strip.row_stride; };
+
+  const int top = next_group_ * group;
+  const int first = next_block().top, last = next_block().bottom - 1;
+  const uint8_t* rows[kMaxBlockRows];
+  ptrdiff_t readable = ptrdiff_t{picture_width_ - job_.left} * bytes_per_pixel;
+  if (axes_.identity == nullptr) {
+    for (int i = 0; i < block_rows(); ++i) {
+      rows[i] = row(std::clamp(top + i, first, last));
+    }
+  } else {
+    const Windows& vertical = *axes_.vertical;
+    std::vector<const uint8_t*> taps(size_t(vertical.groups) * group);
+    for (int y = first; y <= last; ++y) {
+      for (size_t i = 0; i < taps.size(); ++i) {
+        const int tap = vertical.starts[y] * group + static_cast<int>(i);
+        taps[i] = row(std::clamp(tap, vertical.first[y], vertical.last[y] - 1));
+      }
+      kernels_->vertical_bytes(taps.data(), vertical.at(y), vertical.groups,
+                               static_cast<int>(row_bytes),
+                               memory_->first_pass.data() + (y - first) * row_bytes);
+    }
+    for (int i = 0; i < block_rows(); ++i) {
+      rows[i] = memory_->first_pass.data() +
+                (std::clamp(top + i, first, last) - first) * row_bytes;
+    }
+    readable = row_bytes;
+  }
+
+  int32_t* made[kBlockGroups];
+  for (int i = 0; i < kBlockGroups; ++i) made[i] = memory_->row_group(next_group_ + i);
+  kernels_->horizontal({rows, bytes_per_pixel, readable, horizontal.starts.data(),
+                        horizontal.coefficients.data(), horizontal.groups,
+                        job_.out_width, memory_->scratch.data(), scratch_groups, made});
+  next_group_ += kBlockGroups;
+}
+
+void Band::make_row() {
+  const Windows& vertical = *second_;
+  const int start = vertical.starts[y_];
+  groups_.resize(vertical.groups);
+  for (int j = 0; j < vertical.groups; ++j) groups_[j] = memory_->row_group(start + j);
+  kernels_->vertical(groups_.data(), vertical.at(y_), vertical.groups,
+                     job_.out_width * kChannels, job_.out + y_ * job_.out_stride);
 }
 
 }  // namespace ovis

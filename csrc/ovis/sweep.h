@@ -4,8 +4,10 @@
 // One resize: which rows are read, in which order the two passes run, what is kept.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -20,8 +22,11 @@ namespace ovis {
 struct Windows {
   int groups = 0;
   std::vector<int> starts;            // [out], in groups
-  std::vector<int> first, last;       // [out], the taps within, see Taps
+  std::vector<int> first, last;       // [out], see Taps
+  int words = 0;                      // groups * digits
   std::vector<int32_t> coefficients;  // [out][groups][digits]
+
+  const int32_t* at(int i) const { return coefficients.data() + size_t(i) * words; }
 };
 
 Windows make_windows(const Taps& taps, const Kernels& kernels);
@@ -49,8 +54,53 @@ struct Axes {
 
 Axes make_axes(const ovis_tiler_job& job, WindowsCache& cache);
 
-// Makes rows [begin, end) of a job's result. The strip must hold what they need.
-void resize_band(const ovis_tiler_strip& strip, const ovis_tiler_job& job,
-                 const Axes& axes, const Kernels& kernels, int begin, int end);
+// Memory of a known size that starts on a cache line and holds zeros at first.
+class Words {
+ public:
+  explicit Words(size_t count);
+  int32_t* data() const { return words_.get(); }
+
+ private:
+  struct Delete {
+    void operator()(int32_t* words) const;
+  };
+  std::unique_ptr<int32_t[], Delete> words_;
+};
+
+// Rows of the result of a job that are made one after the other, by one thread at a
+// time, as the rows of the picture come in.
+class Band {
+ public:
+  // Rows [begin, end) of the job's result.
+  Band(const ovis_tiler_job& job, int picture_width, const Axes& axes,
+       const Kernels& kernels, int begin, int end);
+
+  bool done() const { return y_ == end_; }
+
+  // Rows of the picture that the next step takes, if not done.
+  ovis_tiler_rows needs() const;
+
+  // Takes all steps that a strip is enough for.
+  void advance(const ovis_tiler_strip& strip);
+
+ private:
+  struct Memory;
+
+  int block_rows() const { return kBlockGroups * kernels_->group; }
+  ovis_tiler_rows next_block() const;
+  void make_block(const ovis_tiler_strip& strip);
+  void make_row();
+
+  ovis_tiler_job job_;
+  int picture_width_;
+  Axes axes_;
+  const Kernels* kernels_;
+  const Windows* second_;  // what the vertical kernel does after the horizontal pass
+  int begin_, end_;
+  int y_;           // next row of the result
+  int next_group_;  // next row group of the horizontal pass
+  std::vector<const int32_t*> groups_;  // of the window of a row
+  std::shared_ptr<Memory> memory_;      // from the first step to the last
+};
 
 }  // namespace ovis

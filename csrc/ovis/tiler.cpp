@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <system_error>
@@ -44,38 +45,17 @@ const Kernels* kernels_of(int32_t instruction_set) {
   }
 }
 
-// Part of a job that one thread does at a time.
-struct Band {
-  const ovis_tiler_job* job;
-  const Axes* axes;
-  int begin, end;
-};
-
-// What a job costs: the source pixels that its rows need, nearly.
-int64_t cost(const ovis_tiler_job& job) {
-  return int64_t{job.width} * job.height * (job.end - job.begin) / job.out_height + 1;
+int64_t source_pixels(const ovis_tiler_job& job) {
+  return int64_t{job.width} * job.height;
 }
 
-std::vector<Band> make_bands(const ovis_tiler_job* jobs, const std::vector<Axes>& axes,
-                             int threads) {
-  int64_t total = 0;
-  for (size_t i = 0; i < axes.size(); ++i) total += cost(jobs[i]);
-  std::vector<Band> bands;
-  for (size_t i = 0; i < axes.size(); ++i) {
-    const int rows = jobs[i].end - jobs[i].begin;
-    if (rows == 0) continue;
-    // An overview costs as much as all other tiles together: cut to even shares.
-    const int64_t shares = threads == 1 ? 1 : cost(jobs[i]) * 2 * threads / total;
-    const int64_t parts =
-        std::clamp<int64_t>(shares, 1, std::max(rows / kLeastBandRows, 1));
-    const auto edge = [&](int64_t part) {
-      return jobs[i].begin + static_cast<int>(rows * part / parts);
-    };
-    for (int64_t part = 0; part < parts; ++part) {
-      bands.push_back({&jobs[i], &axes[i], edge(part), edge(part + 1)});
-    }
-  }
-  return bands;
+// How many bands to cut a job into. An overview costs as much as all other tiles
+// together and would keep one thread busy when the others are done.
+int count_bands(const ovis_tiler_job& job, int64_t all_pixels, int threads) {
+  if (threads == 1) return 1;
+  const int64_t shares = source_pixels(job) * 2 * threads / all_pixels;
+  return static_cast<int>(
+      std::clamp<int64_t>(shares, 1, std::max(job.out_height / kLeastBandRows, 1)));
 }
 
 // Threads are made anew for each call: a pool that lives on would not survive fork(),
@@ -100,46 +80,68 @@ class Workers {
   std::vector<std::thread> threads_;
 };
 
-void resize_all(const ovis_tiler_strip& strip, const std::vector<Band>& bands,
-                int threads, const Kernels& kernels) {
+bool is_valid(const ovis_tiler_job& job, int32_t width) {
+  return job.left >= 0 && job.top >= 0 && job.width > 0 && job.height > 0 &&
+         job.width <= width - job.left && job.height <= INT32_MAX - job.top &&
+         job.out_width > 0 && job.out_height > 0 && job.out != nullptr;
+}
+
+}  // namespace
+}  // namespace ovis
+
+struct ovis_tiler_plan {
+  ovis_tiler_plan(const ovis::Kernels& kernels, int threads)
+      : windows(kernels), threads(threads) {}
+
+  // Rows that the band furthest behind needs.
+  ovis_tiler_rows needs() const {
+    ovis_tiler_rows least{0, 0};
+    bool found = false;
+    for (const ovis::Band& band : bands) {
+      if (band.done()) continue;
+      const ovis_tiler_rows rows = band.needs();
+      if (!found || rows.top < least.top ||
+          (rows.top == least.top && rows.bottom < least.bottom)) {
+        least = rows;
+        found = true;
+      }
+    }
+    return least;
+  }
+
+  ovis::WindowsCache windows;
+  std::vector<ovis::Band> bands;
+  int threads;
+};
+
+namespace ovis {
+namespace {
+
+void advance_all(ovis_tiler_plan& plan, const ovis_tiler_strip& strip) {
+  std::vector<Band*> waiting;
+  for (Band& band : plan.bands) {
+    if (band.done()) continue;
+    const ovis_tiler_rows rows = band.needs();
+    if (rows.top >= strip.top && rows.bottom <= strip.top + strip.height) {
+      waiting.push_back(&band);
+    }
+  }
   std::atomic<size_t> next{0};
   std::atomic<bool> failed{false};
   const auto work = [&] {
     try {
-      for (size_t i; (i = next++) < bands.size();) {
-        const Band& band = bands[i];
-        resize_band(strip, *band.job, *band.axes, kernels, band.begin, band.end);
-      }
+      for (size_t i; (i = next++) < waiting.size();) waiting[i]->advance(strip);
     } catch (const std::bad_alloc&) {
       failed = true;
     }
   };
   {
     Workers workers;
-    workers.start(static_cast<int>(std::min<size_t>(threads, bands.size())) - 1, work);
+    const size_t most = std::min<size_t>(plan.threads, waiting.size());
+    if (most > 1) workers.start(static_cast<int>(most) - 1, work);
     work();
   }
   if (failed) throw std::bad_alloc();
-}
-
-bool is_valid(const ovis_tiler_strip& strip) {
-  return strip.data != nullptr && strip.top >= 0 && strip.height > 0 &&
-         strip.width > 0 && (strip.bytes_per_pixel == 3 || strip.bytes_per_pixel == 4);
-}
-
-bool is_valid(const ovis_tiler_job& job, const ovis_tiler_strip& strip) {
-  return job.left >= 0 && job.top >= 0 && job.width > 0 && job.height > 0 &&
-         job.width <= strip.width - job.left && job.out_width > 0 &&
-         job.out_height > 0 && job.out != nullptr && job.begin >= 0 &&
-         job.begin <= job.end && job.end <= job.out_height;
-}
-
-bool has_rows(const ovis_tiler_strip& strip, const ovis_tiler_job& job,
-              const Windows& vertical) {
-  if (job.begin == job.end) return true;
-  const int64_t top = int64_t{job.top} - strip.top;
-  return top + vertical.first[job.begin] >= 0 &&
-         top + vertical.last[job.end - 1] <= strip.height;
 }
 
 }  // namespace
@@ -151,37 +153,50 @@ int32_t ovis_tiler_supports(int32_t instruction_set) {
   return ovis::kernels_of(instruction_set) != nullptr;
 }
 
-int32_t ovis_tiler_needed_rows(int32_t height, int32_t out_height, int32_t* first,
-                               int32_t* last) try {
-  if (height < 1 || out_height < 1) return OVIS_TILER_BAD_ARGUMENT;
-  const ovis::Taps taps = ovis::make_taps(height, out_height);
-  std::copy(taps.first.begin(), taps.first.end(), first);
-  std::copy(taps.last.begin(), taps.last.end(), last);
-  return OVIS_TILER_OK;
-} catch (const std::bad_alloc&) {
-  return OVIS_TILER_OUT_OF_MEMORY;
-}
-
-int32_t ovis_tiler_resize(const ovis_tiler_strip* strip, const ovis_tiler_job* jobs,
-                          int32_t num_jobs, int32_t threads,
-                          int32_t instruction_set) try {
+int32_t ovis_tiler_open(int32_t width, const ovis_tiler_job* jobs, int32_t num_jobs,
+                        int32_t threads, int32_t instruction_set,
+                        ovis_tiler_plan** plan, ovis_tiler_rows* next) try {
   const ovis::Kernels* kernels = ovis::kernels_of(instruction_set);
-  if (kernels == nullptr || threads < 1 || !ovis::is_valid(*strip)) {
-    return OVIS_TILER_BAD_ARGUMENT;
-  }
-  ovis::WindowsCache cache(*kernels);
-  std::vector<ovis::Axes> axes;
+  if (kernels == nullptr || threads < 1) return OVIS_TILER_BAD_ARGUMENT;
+  int64_t all_pixels = 0;
   for (int32_t i = 0; i < num_jobs; ++i) {
-    if (!ovis::is_valid(jobs[i], *strip)) return OVIS_TILER_BAD_ARGUMENT;
-    axes.push_back(ovis::make_axes(jobs[i], cache));
-    if (!ovis::has_rows(*strip, jobs[i], *axes.back().vertical)) {
-      return OVIS_TILER_BAD_ARGUMENT;
+    if (!ovis::is_valid(jobs[i], width)) return OVIS_TILER_BAD_ARGUMENT;
+    all_pixels += ovis::source_pixels(jobs[i]);
+  }
+  auto made = std::make_unique<ovis_tiler_plan>(*kernels, threads);
+  for (int32_t i = 0; i < num_jobs; ++i) {
+    const ovis_tiler_job& job = jobs[i];
+    const ovis::Axes axes = ovis::make_axes(job, made->windows);
+    const int64_t count = ovis::count_bands(job, all_pixels, threads);
+    for (int64_t band = 0; band < count; ++band) {
+      const int begin = static_cast<int>(job.out_height * band / count);
+      const int end = static_cast<int>(job.out_height * (band + 1) / count);
+      made->bands.emplace_back(job, width, axes, *kernels, begin, end);
     }
   }
-  ovis::resize_all(*strip, ovis::make_bands(jobs, axes, threads), threads, *kernels);
+  *next = made->needs();
+  *plan = made.release();
   return OVIS_TILER_OK;
 } catch (const std::bad_alloc&) {
   return OVIS_TILER_OUT_OF_MEMORY;
 } catch (const std::length_error&) {
   return OVIS_TILER_OUT_OF_MEMORY;
 }
+
+int32_t ovis_tiler_feed(ovis_tiler_plan* plan, const ovis_tiler_strip* strip,
+                        ovis_tiler_rows* next) try {
+  if (strip->data == nullptr || strip->top < 0 || strip->height < 1 ||
+      strip->height > INT32_MAX - strip->top ||
+      (strip->bytes_per_pixel != 3 && strip->bytes_per_pixel != 4)) {
+    return OVIS_TILER_BAD_ARGUMENT;
+  }
+  ovis::advance_all(*plan, *strip);
+  *next = plan->needs();
+  return OVIS_TILER_OK;
+} catch (const std::bad_alloc&) {
+  return OVIS_TILER_OUT_OF_MEMORY;
+} catch (const std::length_error&) {
+  return OVIS_TILER_OUT_OF_MEMORY;
+}
+
+void ovis_tiler_close(ovis_tiler_plan* plan) { delete plan; }

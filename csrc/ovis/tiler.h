@@ -3,7 +3,7 @@
 //
 // Bicubic resizing of boxes of an 8-bit RGB picture, equal bit for bit to Pillow
 // 13's crop() followed by resize(BICUBIC). Plain C, so that one library serves
-// every interpreter; no state, so that any number of threads may call it.
+// every interpreter. Any number of threads may call it, each with a plan of its own.
 #pragma once
 
 #include <stdint.h>
@@ -15,27 +15,32 @@ extern "C" {
 #define OVIS_TILER_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of the structures or functions below.
-#define OVIS_TILER_INTERFACE 2
+#define OVIS_TILER_INTERFACE 3
 
-// Consecutive rows of a picture. A strip need not hold all rows, because Pillow keeps
-// large pictures in several blocks of memory and hands them out piece by piece.
+// One box of the picture and where its resized content goes.
+typedef struct {
+  int32_t left, top, width, height;  // box, inside the picture, in pixels
+  int32_t out_width, out_height;     // size to resize to, in pixels
+  uint8_t* out;                      // first byte of the result, 3 bytes a pixel
+  int64_t out_stride;                // bytes from row to row of the result
+} ovis_tiler_job;
+
+// Consecutive rows of the picture. A strip need not hold all of them, because Pillow
+// keeps large pictures in several blocks of memory and hands them out piece by piece.
 typedef struct {
   const uint8_t* data;      // first byte of row `top`
   int64_t row_stride;       // bytes from row to row
   int32_t top, height;      // rows of the picture that are here
-  int32_t width;            // pixels in a row
   int32_t bytes_per_pixel;  // 3, or 4 of which the last is ignored
 } ovis_tiler_strip;
 
-// One box of the picture, where its resized content goes, and which rows of the result
-// to make: all, or those for which the strip holds the rows that they need.
+// Rows [top, bottom) that the next strip must hold; it may hold more. When everything
+// is done, both are 0.
 typedef struct {
-  int32_t left, top, width, height;  // box, inside the picture, in pixels
-  int32_t out_width, out_height;     // size to resize to, in pixels
-  int32_t begin, end;                // rows of the result to make
-  uint8_t* out;                      // first byte of the result, 3 bytes a pixel
-  int64_t out_stride;                // bytes from row to row of the result
-} ovis_tiler_job;
+  int32_t top, bottom;
+} ovis_tiler_rows;
+
+typedef struct ovis_tiler_plan ovis_tiler_plan;
 
 enum {
   OVIS_TILER_OK = 0,
@@ -56,19 +61,21 @@ OVIS_TILER_EXPORT int32_t ovis_tiler_interface(void);
 // 1 if this build and this machine can run an instruction set, else 0.
 OVIS_TILER_EXPORT int32_t ovis_tiler_supports(int32_t instruction_set);
 
-// Which rows of a box each row of its result needs: `first[i]` up to, not including,
-// `last[i]`, counted from the top of the box. Neither ever decreases.
-OVIS_TILER_EXPORT int32_t ovis_tiler_needed_rows(int32_t height, int32_t out_height,
-                                                 int32_t* first, int32_t* last);
+// Plans all jobs on a picture `width` pixels wide. At most `threads` will work on it,
+// the caller among them. `plan` is for ovis_tiler_feed and must be closed.
+OVIS_TILER_EXPORT int32_t ovis_tiler_open(int32_t width, const ovis_tiler_job* jobs,
+                                          int32_t num_jobs, int32_t threads,
+                                          int32_t instruction_set,
+                                          ovis_tiler_plan** plan,
+                                          ovis_tiler_rows* next);
 
-// Does all jobs. Reads only bytes of the strip, writes only the out_width * 3 bytes of
-// rows [begin, end) of each job. At most `threads` work, the caller among them.
-//
-// Returns OVIS_TILER_OK, or another code after which results are undefined.
-OVIS_TILER_EXPORT int32_t ovis_tiler_resize(const ovis_tiler_strip* strip,
-                                            const ovis_tiler_job* jobs,
-                                            int32_t num_jobs, int32_t threads,
-                                            int32_t instruction_set);
+// Does as much of the plan as a strip is enough for. Reads only bytes of the strip,
+// writes only the out_width * 3 bytes of each of the out_height rows of each job.
+OVIS_TILER_EXPORT int32_t ovis_tiler_feed(ovis_tiler_plan* plan,
+                                          const ovis_tiler_strip* strip,
+                                          ovis_tiler_rows* next);
+
+OVIS_TILER_EXPORT void ovis_tiler_close(ovis_tiler_plan* plan);
 
 #ifdef __cplusplus
 }

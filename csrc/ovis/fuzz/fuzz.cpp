@@ -8,6 +8,7 @@
 //
 //   python csrc/ovis/build.py --fuzzer DIRECTORY
 //   DIRECTORY/ovis_tiler_fuzzer [--seconds=N] [--seed=N]
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -90,7 +91,7 @@ Image resize(const Image& image, int width, int height) {
 struct Case {
   Image image;
   int bytes_per_pixel, gap, threads;
-  std::vector<ovis_tiler_job> jobs;  // without begin, end and place of the result
+  std::vector<ovis_tiler_job> jobs;  // without the place of the result
 };
 
 Case make_case(Random& random) {
@@ -155,38 +156,27 @@ const char* run(const Case& test, int32_t instruction_set, Random& random) {
     results.emplace_back(job.out_stride * job.out_height - test.gap, kUntouched);
     job.out = results.back().data();
   }
-  // All at once, or one job after the other in bands of random size, each with a strip
-  // of just the rows that it needs.
-  if (random.between(0, 1)) {
-    for (ovis_tiler_job& job : jobs) job.end = job.out_height;
-    const std::vector<uint8_t> bytes = lay_out(test, 0, test.image.height);
-    const ovis_tiler_strip strip{
-        bytes.data(), test.image.width * test.bytes_per_pixel + test.gap, 0,
-        test.image.height, test.image.width, test.bytes_per_pixel};
-    if (ovis_tiler_resize(&strip, jobs.data(), static_cast<int32_t>(jobs.size()),
-                          test.threads, instruction_set) != OVIS_TILER_OK) {
-      return "refused";
-    }
-  } else {
-    for (ovis_tiler_job& job : jobs) {
-      std::vector<int32_t> first(job.out_height), last(job.out_height);
-      ovis_tiler_needed_rows(job.height, job.out_height, first.data(), last.data());
-      while (job.end < job.out_height) {
-        job.begin = job.end;
-        job.end += random.between(1, job.out_height - job.end);
-        const int top = job.top + first[job.begin];
-        const int bottom = job.top + last[job.end - 1];
-        const std::vector<uint8_t> bytes = lay_out(test, top, bottom);
-        const ovis_tiler_strip strip{
-            bytes.data(), test.image.width * test.bytes_per_pixel + test.gap, top,
-            bottom - top, test.image.width, test.bytes_per_pixel};
-        if (ovis_tiler_resize(&strip, &job, 1, test.threads, instruction_set) !=
-            OVIS_TILER_OK) {
-          return "a band was refused";
-        }
-      }
-    }
+  ovis_tiler_plan* plan = nullptr;
+  ovis_tiler_rows next;
+  if (ovis_tiler_open(test.image.width, jobs.data(), static_cast<int32_t>(jobs.size()),
+                      test.threads, instruction_set, &plan, &next) != OVIS_TILER_OK) {
+    return "the plan was refused";
   }
+  // The whole picture at once, or strips with from none to many rows that nobody needs.
+  const int most_extra = random.between(0, 1) ? test.image.height : random.between(0, 40);
+  while (next.bottom != 0) {
+    const int top = std::max(next.top - random.between(0, most_extra), 0);
+    const int bottom =
+        std::min(next.bottom + random.between(0, most_extra), test.image.height);
+    const std::vector<uint8_t> bytes = lay_out(test, top, bottom);
+    const ovis_tiler_strip strip{bytes.data(),
+                                 test.image.width * test.bytes_per_pixel + test.gap, top,
+                                 bottom - top, test.bytes_per_pixel};
+    const ovis_tiler_rows before = next;
+    if (ovis_tiler_feed(plan, &strip, &next) != OVIS_TILER_OK) return "a strip was refused";
+    if (next.top == before.top && next.bottom == before.bottom) return "stands still";
+  }
+  ovis_tiler_close(plan);
   for (size_t i = 0; i < jobs.size(); ++i) {
     const Image expected =
         resize(crop(test.image, jobs[i]), jobs[i].out_width, jobs[i].out_height);

@@ -297,16 +297,25 @@ def test_refusals():
 
 
 @needs_library
-def test_library_refuses_what_it_cannot_read(library):
-    """The strip does not reach as far as the box: reading on would be a fault."""
-    content = np.zeros((4, 4, 3), np.uint8)
-    job = module._job(Target((0, 0, 20, 11), content))
-    view = module._PixelView.of_copy(picture("flat", 20, 10))
-    for top in (0, 1):
+def test_library_does_not_read_what_is_not_there(library):
+    """Strips that are not enough leave the plan where it was."""
+    content = np.full((60, 20, 3), 77, np.uint8)
+    view = module._PixelView.of_copy(picture("noise", 20, 20))
+    with module.Plan(library, 20, [Target((0, 0, 20, 60), content)]) as plan:
+        for top in (1, 30, 0):
+            before = plan.next
+            plan.feed(view, top)
+            assert (plan.next == before) == (top != 0)
+        assert plan.next is not None
+    assert (content[20:] == 77).all()
+
+
+@needs_library
+def test_library_refuses_wrong_arguments(library):
+    target = Target((0, 0, 20, 10), np.zeros((4, 4, 3), np.uint8))
+    for arguments in [(19, [target]), (20, [target], 0), (20, [target], 1, 99)]:
         with pytest.raises(ValueError, match="refused"):
-            library.resize(view.strip(top), [job])
-    with pytest.raises(ValueError, match="refused"):
-        library.resize(view.strip(0), [job], instruction_set=99)
+            module.Plan(library, *arguments)
 
 
 @pytest.mark.skipif(

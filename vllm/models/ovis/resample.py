@@ -12,7 +12,7 @@ tall pictures).
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ LIBRARY_PATH = Path(__file__).with_name("libovis_tiler.so")
 # Instruction sets of csrc/ovis/tiler.h.
 BEST, PORTABLE, AVX2, AVX512 = -1, 0, 1, 2
 
-_INTERFACE = 2
+_INTERFACE = 3
 _OUT_OF_MEMORY = 2
 
 # Pillow hands out large pictures in pieces only. Pieces of this size stay in the cache
@@ -131,30 +131,25 @@ def resample_with_pillow(image: Image.Image, targets: Sequence[Target]) -> None:
         target.content[:] = np.asarray(content)
 
 
+class _Job(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_int32) for name in ("left", "top", "width", "height")],
+        *[(name, ctypes.c_int32) for name in ("out_width", "out_height")],
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+    ]
+
+
 class _Strip(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("row_stride", ctypes.c_int64),
-        ("top", ctypes.c_int32),
-        ("height", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("bytes_per_pixel", ctypes.c_int32),
+        *[(name, ctypes.c_int32) for name in ("top", "height", "bytes_per_pixel")],
     ]
 
 
-class _Job(ctypes.Structure):
-    _fields_ = [
-        ("left", ctypes.c_int32),
-        ("top", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("height", ctypes.c_int32),
-        ("out_width", ctypes.c_int32),
-        ("out_height", ctypes.c_int32),
-        ("begin", ctypes.c_int32),
-        ("end", ctypes.c_int32),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-    ]
+class _Rows(ctypes.Structure):
+    _fields_ = [("top", ctypes.c_int32), ("bottom", ctypes.c_int32)]
 
 
 class Library:
@@ -174,8 +169,9 @@ class Library:
         try:
             interface = functions.ovis_tiler_interface()
             self._supports = functions.ovis_tiler_supports
-            self._needed_rows = functions.ovis_tiler_needed_rows
-            self._resize = functions.ovis_tiler_resize
+            self.open = functions.ovis_tiler_open
+            self.feed = functions.ovis_tiler_feed
+            self.close = functions.ovis_tiler_close
         except AttributeError as error:
             raise OSError(f"{path} is not the tiler: {error}") from error
         if interface != _INTERFACE:
@@ -184,36 +180,80 @@ class Library:
                 "build it again"
             )
         self._supports.argtypes = [ctypes.c_int32]
-        self._needed_rows.argtypes = [ctypes.c_int32] * 2 + [ctypes.c_void_p] * 2
-        self._resize.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int32] * 3
+        self.open.argtypes = [
+            *(ctypes.c_int32, ctypes.POINTER(_Job), ctypes.c_int32),
+            *(ctypes.c_int32, ctypes.c_int32),
+            *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(_Rows)),
+        ]
+        self.feed.argtypes = [
+            *(ctypes.c_void_p, ctypes.POINTER(_Strip), ctypes.POINTER(_Rows))
+        ]
+        self.close.argtypes = [ctypes.c_void_p]
+        self.close.restype = None
 
     def supports(self, instruction_set: int) -> bool:
         """Whether build and machine have an instruction set."""
         return bool(self._supports(instruction_set))
 
-    def needed_rows(
-        self, height: int, out_height: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """First row, and row behind the last, that each row of a result needs."""
-        first = np.empty(out_height, np.int32)
-        last = np.empty(out_height, np.int32)
-        _check(
-            self._needed_rows(height, out_height, first.ctypes.data, last.ctypes.data)
-        )
-        return first, last
 
-    def resize(
+class Plan:
+    """A picture on its way through the library; a context manager.
+
+    Attributes:
+        next: Rows `(top, bottom)` of the picture that the next strip must hold, None
+            when all is done.
+
+    Args:
+        library: The library.
+        width: Width of the picture in pixels.
+        targets: What is to be made.
+        threads: Most threads at work.
+        instruction_set: One that the library supports.
+
+    """
+
+    def __init__(
         self,
-        strip: _Strip,
-        jobs: Sequence[_Job],
+        library: Library,
+        width: int,
+        targets: Sequence[Target],
         threads: int = 1,
         instruction_set: int = BEST,
-    ) -> None:
-        """Do jobs with the rows of a strip, whose memory the caller keeps alive."""
-        array = (_Job * len(jobs))(*jobs)
+    ):
+        self._library = library
+        self._handle = ctypes.c_void_p()
+        self._next = _Rows()
+        jobs = (_Job * len(targets))(*[_job(target) for target in targets])
+        # The jobs hold addresses only.
+        self._targets = targets
         _check(
-            self._resize(
-                ctypes.byref(strip), array, len(jobs), threads, instruction_set
+            library.open(
+                *(width, jobs, len(jobs), threads, instruction_set),
+                *(ctypes.byref(self._handle), ctypes.byref(self._next)),
+            )
+        )
+
+    def __enter__(self) -> "Plan":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library.close(self._handle)
+        self._handle = ctypes.c_void_p()
+
+    @property
+    def next(self) -> tuple[int, int] | None:
+        rows = self._next
+        return (rows.top, rows.bottom) if rows.bottom else None
+
+    def feed(self, view: "_PixelView", top: int) -> None:
+        """Do what can be done with rows of the picture from row `top` on."""
+        strip = _Strip(
+            *(view.data, view.width * view.bytes_per_pixel),
+            *(top, view.height, view.bytes_per_pixel),
+        )
+        _check(
+            self._library.feed(
+                self._handle, ctypes.byref(strip), ctypes.byref(self._next)
             )
         )
 
@@ -245,61 +285,30 @@ def resample_with_library(
             it be read in place.
 
     """
-    jobs = [_job(target) for target in targets]
-    whole = _PixelView.in_place(image)
-    if whole is not None:
-        library.resize(whole.strip(top=0), jobs, threads, instruction_set)
-        return
-    rows = max(strip_bytes // (4 * image.width), 1)
-    for top, bottom, ready in _plan_strips(library, jobs, rows):
-        piece = image.crop((0, top, image.width, bottom))
-        # No view of the piece either: this Pillow has no such interface.
-        view = _PixelView.in_place(piece) or _PixelView.of_copy(piece)
-        library.resize(view.strip(top), ready, threads, instruction_set)
+    with Plan(library, image.width, targets, threads, instruction_set) as plan:
+        whole = _PixelView.in_place(image)
+        if whole is not None:
+            plan.feed(whole, top=0)
+        least_rows = max(strip_bytes // (4 * image.width), 1)
+        while plan.next is not None:
+            top, bottom = plan.next
+            bottom = min(max(bottom, top + least_rows), image.height)
+            piece = image.crop((0, top, image.width, bottom))
+            # No view of the piece either: this Pillow has no such interface.
+            view = _PixelView.in_place(piece) or _PixelView.of_copy(piece)
+            plan.feed(view, top)
+            # Before the next is made, which may then take the same memory.
+            del piece, view
 
 
 def _job(target: Target) -> _Job:
     left, top, right, bottom = target.box
     height, width = target.content.shape[:2]
     return _Job(
-        *(left, top, right - left, bottom - top, width, height, 0, height),
+        *(left, top, right - left, bottom - top, width, height),
         target.content.ctypes.data,
         target.content.strides[0],
     )
-
-
-def _plan_strips(
-    library: Library, jobs: Sequence[_Job], rows: int
-) -> Iterator[tuple[int, int, list[_Job]]]:
-    """Cut a picture into strips of about `rows` rows that overlap as filters need.
-
-    Yields:
-        Top and bottom of a strip, and the jobs that can go on with it, whose `begin`
-        and `end` are set to the rows of their results that it is enough for.
-
-    """
-    needs = [library.needed_rows(job.height, job.out_height) for job in jobs]
-    for job in jobs:
-        job.end = 0
-    while True:
-        waiting = [
-            (job.top + int(first[job.end]), job.top + int(last[job.end]))
-            for job, (first, last) in zip(jobs, needs)
-            if job.end < job.out_height
-        ]
-        if not waiting:
-            return
-        # At least the next row of the uppermost job, however many rows that needs.
-        top, bottom = min(waiting)
-        bottom = max(bottom, top + rows)
-        ready, reached = [], 0
-        for job, (_, last) in zip(jobs, needs):
-            end = int(np.searchsorted(last, bottom - job.top, side="right"))
-            if end > job.end:
-                job.begin, job.end = job.end, end
-                ready.append(job)
-                reached = max(reached, job.top + int(last[end - 1]))
-        yield top, reached, ready
 
 
 class _ArrowArray(ctypes.Structure):
@@ -364,13 +373,6 @@ class _PixelView:
         """A copy in three bytes a pixel."""
         array = np.ascontiguousarray(image)
         return cls(array.ctypes.data, image.width, image.height, 3, array)
-
-    def strip(self, top: int) -> _Strip:
-        """The view as rows of a picture from row `top` on."""
-        stride = self.width * self.bytes_per_pixel
-        return _Strip(
-            self.data, stride, top, self.height, self.width, self.bytes_per_pixel
-        )
 
 
 # Size of a picture, a box in it, and the size to resize to: enlarging, reducing, tall

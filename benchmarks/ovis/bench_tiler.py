@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Time from a decoded picture to uint8 tiles: tiler, Pillow, vLLM's release.
+
+Run it with the Python of an environment that has the release installed; the tiler is
+taken from this directory, whatever that environment has. Competitors take turns in one
+process, as machines change their speed meanwhile; each figure is the best of its turns,
+in milliseconds, with the ratio to the slowest peer at hand behind it.
+
+    python benchmarks/ovis/bench_tiler.py [--json FILE] [--turns N] [--threads 1 2 4]
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDE = 448
+SIZES = (
+    *((640, 480), (1920, 1080), (4032, 3024)),
+    *((1080, 2400), (1242, 2688), (600, 2000), (300, 1000), (200, 900)),
+    *((448, 448), (200, 150), (100, 80), (800, 600), (3000, 500)),
+)
+THREAD_SIZES = ((640, 480), (1920, 1080), (4032, 3024))
+
+
+def load_package() -> ModuleType:
+    """Our package from this directory, under a name of its own."""
+    directory = ROOT / "vllm" / "models" / "ovis"
+    spec = importlib.util.spec_from_loader("ovis_here", None, is_package=True)
+    assert spec is not None
+    package = importlib.util.module_from_spec(spec)
+    package.__path__ = [str(directory)]
+    sys.modules["ovis_here"] = package
+    return importlib.import_module("ovis_here.images")
+
+
+def load_release() -> Callable[[Image.Image], Any] | None:
+    """The release's own preparation of a picture, or None if it is not installed."""
+    try:
+        import torch
+        from transformers import CLIPImageProcessor
+        from vllm.transformers_utils.processors.ovis import OvisProcessor
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    # Only what preparing a picture needs: no checkpoint, no tokenizer.
+    processor = OvisProcessor.__new__(OvisProcessor)
+    processor.image_processor = CLIPImageProcessor(
+        crop_size={"height": SIDE, "width": SIDE},
+        size={"shortest_edge": SIDE},
+        do_center_crop=False,
+    )
+    processor.image_pad_token = "<|image_pad|>"
+    processor.image_segment_len = 255
+    processor.tokenizer = SimpleNamespace(get_vocab=lambda: {"<|image_pad|>": 0})
+    return lambda image: processor.preprocess_image(image, 9, 0.9, True, "pt")
+
+
+def make_picture(width: int, height: int) -> Image.Image:
+    """Smooth shapes and some noise, as in a photograph."""
+    random = np.random.default_rng(0)
+    y, x = np.mgrid[:height, :width].astype(np.float32)
+    waves = [np.sin(x / (31 + 7 * c)) + np.cos(y / (23 + 5 * c)) for c in range(3)]
+    values = np.stack(waves, -1) * 50 + 128
+    values += random.normal(0, 8, values.shape)
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+
+
+def best_of(competitors: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
+    """Milliseconds of the fastest turn of each, in processor time of this thread.
+
+    Processor time, because it is disturbed less by what else the machine does; nobody
+    here uses more than one thread, and all memory they ask for is in it.
+    """
+    best = dict.fromkeys(competitors, float("inf"))
+    for _ in range(turns):
+        for name, competitor in competitors.items():
+            start = time.thread_time()
+            competitor()
+            elapsed = (time.thread_time() - start) * 1e3
+            best[name] = min(best[name], elapsed)
+    return best
+
+
+def backends(resample: ModuleType) -> dict[str, Callable[..., None]]:
+    """Ways to resize tiles: the best the tiler has, slower ones of it, Pillow."""
+    library = resample._library_if_equal()
+
+    def by_library(instruction_set):
+        def run(image, boxes, rectangles, pixels):
+            targets = resample._targets(image, boxes, rectangles, pixels)
+            resample.resample_with_library(
+                library, image, targets, instruction_set=instruction_set
+            )
+
+        return run
+
+    def by_pillow(image, boxes, rectangles, pixels):
+        targets = resample._targets(image, boxes, rectangles, pixels)
+        resample.resample_with_pillow(image, targets)
+
+    sets = {"avx2": resample.AVX2, "portable": resample.PORTABLE}
+    return {
+        "tiler": by_library(resample.BEST),
+        **{name: by_library(s) for name, s in sets.items() if library.supports(s)},
+        "pillow": by_pillow,
+    }
+
+
+def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
+    """One thread, every size."""
+    ways = backends(sys.modules["ovis_here.resample"])
+    release = load_release()
+
+    def tile(image, way):
+        images.resample = ways[way]
+        return images.tile_image(image, SIDE)
+
+    records = []
+    for width, height in SIZES:
+        image = make_picture(width, height)
+        right = tile(image, "pillow").pixels
+        for way in ways:
+            assert (tile(image, way).pixels == right).all(), (way, width, height)
+        competitors: dict[str, Callable[[], Any]] = {
+            way: lambda image=image, way=way: tile(image, way) for way in ways
+        }
+        if release is not None:
+            competitors["release"] = lambda image=image: release(image)
+        times = best_of(competitors, turns)
+        record: dict[str, Any] = {"size": f"{width}x{height}", "ms": times}
+        base = times["release" if release else "pillow"]
+        record["ratio"] = {name: base / value for name, value in times.items()}
+        records.append(record)
+        figures = [
+            f"{name} {ms:6.2f} ({base / ms:4.1f}x)" for name, ms in times.items()
+        ]
+        print(f"{record['size']:>10}  {'  '.join(figures)}", flush=True)
+    images.resample = ways["tiler"]
+    return records
+
+
+def bench_threads(
+    images: ModuleType, threads: list[int], turns: int
+) -> list[dict[str, Any]]:
+    """Pictures per second with several callers, one picture each at a time."""
+    records = []
+    for width, height in THREAD_SIZES:
+        pictures = [make_picture(width, height)] * max(8, int(2e7 / (width * height)))
+        rates: dict[str, float] = {}
+        for _ in range(turns):
+            for callers in threads:
+                with ThreadPoolExecutor(callers) as pool:
+                    start = time.perf_counter()
+                    tiled = pool.map(
+                        images.tile_image, pictures, [SIDE] * len(pictures)
+                    )
+                    for _ in tiled:
+                        pass
+                    rate = len(pictures) / (time.perf_counter() - start)
+                rates[str(callers)] = max(rates.get(str(callers), 0.0), rate)
+        listed = ", ".join(f"{callers}: {rate:.0f}" for callers, rate in rates.items())
+        print(f"{width}x{height}  pictures/s by callers  {listed}", flush=True)
+        records.append({"size": f"{width}x{height}", "pictures_per_second": rates})
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4])
+    arguments = parser.parse_args()
+    images = load_package()
+    if sys.modules["ovis_here.resample"]._library_if_equal() is None:
+        sys.exit("the tiler is not in use (reason above); python csrc/ovis/build.py")
+    results = {
+        "sizes": bench_sizes(images, arguments.turns),
+        "callers": bench_threads(images, arguments.threads, arguments.turns),
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
