@@ -19,9 +19,9 @@ MODEL ?= demo/tiny-ovis2
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: setup demo serve test wheel clean
+.PHONY: setup ready demo serve test wheel clean
 
-setup: $(STAMPS)/requirements-$(DEVICE)
+setup: ready $(STAMPS)/requirements-$(DEVICE)
 	$(PY) tools/fork develop --device $(DEVICE)
 
 demo: setup
@@ -42,19 +42,25 @@ wheel: setup
 	$(PY) tools/fork wheel --device $(DEVICE) --out dist
 
 clean:
-	rm -rf $(VENV) .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache build dist vllm/models/ovis/libovis_tiler.so
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMPS)/created:
+ready:
 	@test -n "$(HOST_PYTHON)" || { echo "make: a Python from 3.11 to 3.13 is needed" \
 	    "on PATH (or name one: make HOST_PYTHON=/path/to/python3)" >&2; exit 1; }
+	@test -n "$(DEVICE)" || { echo "make: VLLM_TARGET_DEVICE is cpu or cuda" >&2; \
+	    exit 1; }
+
+# A new environment for another device: the builds of torch share one version.
+$(STAMPS)/created-$(DEVICE):
 	@echo "== Creating $(VENV) with $(HOST_PYTHON)"
 	$(HOST_PYTHON) -m venv --clear $(VENV)
 	mkdir -p $(STAMPS)
 	touch $@
 
 # torch first, alone: the largest download, and what comes after must fit it.
-$(STAMPS)/requirements-$(DEVICE): $(STAMPS)/created requirements/$(DEVICE).txt \
+$(STAMPS)/requirements-$(DEVICE): $(STAMPS)/created-$(DEVICE) requirements/$(DEVICE).txt \
     requirements/test.txt requirements/lint.txt
 	@echo "== Installing torch ($(DEVICE))"
 	$(PY) -m pip install "$$(grep '^torch==' requirements/$(DEVICE).txt)"

@@ -13,13 +13,13 @@ from setuptools import Command, setup
 
 ROOT = Path(__file__).resolve().parent
 CACHE = ROOT / ".cache" / "fork"
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-from forklib.device import choose_device  # noqa: E402
-from forklib.errors import ForkError  # noqa: E402
-from forklib.metadata import dist_info_name  # noqa: E402
-from forklib.pins import load_upstream  # noqa: E402
-from forklib.wheel import build_wheel, wheel_info  # noqa: E402
+from tools.forklib.device import choose_device  # noqa: E402
+from tools.forklib.errors import ForkError  # noqa: E402
+from tools.forklib.metadata import dist_info_name  # noqa: E402
+from tools.forklib.pins import load_upstream  # noqa: E402
+from tools.forklib.wheel import build_wheel, wheel_info  # noqa: E402
 
 DEVICE = choose_device(None)
 VERSION = load_upstream(ROOT / "series" / "upstream.toml").fork_version(DEVICE)

@@ -9,8 +9,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from forklib.develop import Environment
-from forklib.metadata import record_row, unhashed_row, write_record
+from tools.forklib.develop import Environment
+from tools.forklib.metadata import record_row, unhashed_row, write_record
 
 UPSTREAM_FILES = {
     "vllm/__init__.py": "from ._version import __version__\n",

@@ -4,12 +4,12 @@
 
 import pytest
 
-from forklib import fetch as fetch_module
-from forklib.device import choose_device
-from forklib.errors import ForkError
-from forklib.fetch import fetch
-from forklib.pins import Upstream, load_upstream
 from tests.fork.small_fork import Fork
+from tools.forklib import fetch as fetch_module
+from tools.forklib.device import choose_device
+from tools.forklib.errors import ForkError
+from tools.forklib.fetch import fetch
+from tools.forklib.pins import Upstream, load_upstream
 
 
 @pytest.fixture

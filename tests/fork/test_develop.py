@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forklib.develop import develop
-from forklib.errors import ForkError
 from tests.fork.small_fork import EDIT, UPSTREAM_FILES, Fork
+from tools.forklib.develop import develop
+from tools.forklib.errors import ForkError
 
 
 def run(fork: Fork) -> str:

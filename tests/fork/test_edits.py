@@ -4,10 +4,10 @@
 
 import pytest
 
-from forklib.edits import Edit, apply_edit, apply_edits
-from forklib.errors import ForkError
-from forklib.series import load_series
 from tests.fork.small_fork import Fork
+from tools.forklib.edits import Edit, apply_edit, apply_edits
+from tools.forklib.errors import ForkError
+from tools.forklib.series import load_series
 
 TEXT = "one\ntwo\nthree\n"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from forklib.basewheel import link_points
-from forklib.check import Checks, shared_lines
-from forklib.errors import ForkError
-from forklib.git import git
-from forklib.tree import make_tree, write_series
 from tests.fork.small_fork import EDIT, UPSTREAM_FILES, Fork
+from tools.forklib.basewheel import link_points
+from tools.forklib.check import Checks, shared_lines
+from tools.forklib.errors import ForkError
+from tools.forklib.git import git
+from tools.forklib.tree import make_tree, write_series
 
 
 def test_tree_has_the_release_and_the_series(fork: Fork, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from email.parser import Parser
 
 import pytest
 
-from forklib.errors import ForkError
-from forklib.metadata import dist_info_name, requirement_name
-from forklib.wheel import build_wheel
 from tests.fork.small_fork import UPSTREAM_FILES, Fork
+from tools.forklib.errors import ForkError
+from tools.forklib.metadata import dist_info_name, requirement_name
+from tools.forklib.wheel import build_wheel
 
 INFO = "vllm-1.2.3+ovis.4.cpu.dist-info"
 
