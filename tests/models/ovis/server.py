@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A real `vllm serve` process for tests, and what its clients need."""
 
-import base64
 import io
 import os
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pybase64
 from PIL import Image
 
 START_SECONDS = 300
@@ -99,7 +99,7 @@ def data_url(image: Image.Image) -> str:
     """A picture as the data URL of a PNG."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return "data:image/png;base64," + pybase64.b64encode(buffer.getvalue()).decode()
 
 
 def image_part(image: Image.Image) -> dict[str, Any]:

@@ -62,13 +62,20 @@ def expected_array(checkpoint: str, case: dict[str, Any], what: str) -> np.ndarr
 
 
 def merged_embeddings(model: Any, ids: list[int], pad: int, tensors: Any) -> Any:
-    token_ids = torch.tensor(ids)
-    if tensors is None:
-        return None, model.embed_input_ids(token_ids).numpy()
-    items = model.embed_multimodal(**tensors)
-    visual = model.visual_tokenizer(tensors["pixel_values"], tensors["rectangles"])
-    merged = model.embed_input_ids(token_ids, items, is_multimodal=token_ids == pad)
-    return visual.numpy(), merged.numpy()
+    device = model.visual_tokenizer.head.indicators.device
+    token_ids = torch.tensor(ids, device=device)
+    with torch.inference_mode():
+        if tensors is None:
+            return None, model.embed_input_ids(token_ids).cpu().numpy()
+        pixels, rectangles = (
+            tensors[key].to(device) for key in ("pixel_values", "rectangles")
+        )
+        items = model.embed_multimodal(
+            pixel_values=pixels, rectangles=rectangles, grids=tensors["grids"]
+        )
+        visual = model.visual_tokenizer(pixels, rectangles)
+        merged = model.embed_input_ids(token_ids, items, is_multimodal=token_ids == pad)
+    return visual.cpu().numpy(), merged.cpu().numpy()
 
 
 def test_embeddings(engine: tuple[str, LLM]) -> None:
