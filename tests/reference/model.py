@@ -240,7 +240,8 @@ class Reference:
 
     @torch.inference_mode()
     def embed(self, ids: Sequence[int], pixels: Tensor) -> Tensor:
-        """Merged prompt embeddings, [length, hidden]."""
+        """Merged prompt embeddings, [length, hidden], in the model's dtype."""
+        pixels = pixels.to(self.model.vte.weight.dtype)
         return self.model.merge(ids, self.model.visual_embeddings(pixels))
 
     @torch.inference_mode()

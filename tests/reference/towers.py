@@ -19,8 +19,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        wide = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
         return wide.to(x.dtype) * self.weight
 
 
