@@ -99,15 +99,15 @@ def backends(resample: ModuleType) -> dict[str, Callable[..., None]]:
     library = resample._library_if_equal()
 
     def by_library(instruction_set):
-        def run(image, boxes, rectangles, pixels):
+        def run(image, boxes, rectangles, pixels, threads):
             targets = resample._targets(image, boxes, rectangles, pixels)
             resample.resample_with_library(
-                library, image, targets, instruction_set=instruction_set
+                library, image, targets, threads, instruction_set
             )
 
         return run
 
-    def by_pillow(image, boxes, rectangles, pixels):
+    def by_pillow(image, boxes, rectangles, pixels, threads):
         targets = resample._targets(image, boxes, rectangles, pixels)
         resample.resample_with_pillow(image, targets)
 
@@ -133,7 +133,8 @@ def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
         image = make_picture(width, height)
         right = tile(image, "pillow").pixels
         for way in ways:
-            assert (tile(image, way).pixels == right).all(), (way, width, height)
+            if not np.array_equal(tile(image, way).pixels, right):
+                sys.exit(f"{way} differs from Pillow at {width}x{height}")
         competitors: dict[str, Callable[[], Any]] = {
             way: lambda image=image, way=way: tile(image, way) for way in ways
         }
@@ -152,28 +153,45 @@ def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
     return records
 
 
+def bench_callers(
+    images: ModuleType, callers: list[int], turns: int
+) -> list[dict[str, Any]]:
+    """Pictures per second with several callers, a picture and a thread each."""
+    records = []
+    for width, height in THREAD_SIZES:
+        pictures = [make_picture(width, height)] * max(16, int(4e7 / (width * height)))
+        sides = [SIDE] * len(pictures)
+        rates = dict.fromkeys(callers, 0.0)
+        for _ in range(turns):
+            for count in callers:
+                with ThreadPoolExecutor(count) as pool:
+                    start = time.perf_counter()
+                    for _ in pool.map(images.tile_image, pictures, sides):
+                        pass
+                    rate = len(pictures) / (time.perf_counter() - start)
+                rates[count] = max(rates[count], rate)
+        listed = "  ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
+        print(f"{width}x{height}  pictures/s by callers   {listed}", flush=True)
+        records.append({"size": f"{width}x{height}", "pictures_per_second": rates})
+    return records
+
+
 def bench_threads(
     images: ModuleType, threads: list[int], turns: int
 ) -> list[dict[str, Any]]:
-    """Pictures per second with several callers, one picture each at a time."""
+    """Wall milliseconds of one picture with several threads for it."""
     records = []
     for width, height in THREAD_SIZES:
-        pictures = [make_picture(width, height)] * max(8, int(2e7 / (width * height)))
-        rates: dict[str, float] = {}
+        image = make_picture(width, height)
+        times = dict.fromkeys(threads, float("inf"))
         for _ in range(turns):
-            for callers in threads:
-                with ThreadPoolExecutor(callers) as pool:
-                    start = time.perf_counter()
-                    tiled = pool.map(
-                        images.tile_image, pictures, [SIDE] * len(pictures)
-                    )
-                    for _ in tiled:
-                        pass
-                    rate = len(pictures) / (time.perf_counter() - start)
-                rates[str(callers)] = max(rates.get(str(callers), 0.0), rate)
-        listed = ", ".join(f"{callers}: {rate:.0f}" for callers, rate in rates.items())
-        print(f"{width}x{height}  pictures/s by callers  {listed}", flush=True)
-        records.append({"size": f"{width}x{height}", "pictures_per_second": rates})
+            for count in threads:
+                start = time.perf_counter()
+                images.tile_image(image, SIDE, threads=count)
+                times[count] = min(times[count], (time.perf_counter() - start) * 1e3)
+        listed = "  ".join(f"{count}: {ms:.2f}" for count, ms in times.items())
+        print(f"{width}x{height}  ms by threads   {listed}", flush=True)
+        records.append({"size": f"{width}x{height}", "ms": times})
     return records
 
 
@@ -188,7 +206,8 @@ def main() -> None:
         sys.exit("the tiler is not in use (reason above); python csrc/ovis/build.py")
     results = {
         "sizes": bench_sizes(images, arguments.turns),
-        "callers": bench_threads(images, arguments.threads, arguments.turns),
+        "callers": bench_callers(images, arguments.threads, arguments.turns),
+        "threads": bench_threads(images, arguments.threads, arguments.turns),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
