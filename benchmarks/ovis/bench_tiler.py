@@ -94,26 +94,24 @@ def best_of(competitors: dict[str, Callable[[], Any]], turns: int) -> dict[str, 
     return best
 
 
-def backends(resample: ModuleType) -> dict[str, Callable[..., None]]:
+def backends(resample: ModuleType, tiler: ModuleType) -> dict[str, Callable[..., None]]:
     """Ways to resize tiles: the best the tiler has, slower ones of it, Pillow."""
     library = resample._library_if_equal()
 
     def by_library(instruction_set):
         def run(image, boxes, rectangles, pixels, threads):
             targets = resample._targets(image, boxes, rectangles, pixels)
-            resample.resample_with_library(
-                library, image, targets, threads, instruction_set
-            )
+            tiler.resize_with_library(library, image, targets, threads, instruction_set)
 
         return run
 
     def by_pillow(image, boxes, rectangles, pixels, threads):
         targets = resample._targets(image, boxes, rectangles, pixels)
-        resample.resample_with_pillow(image, targets)
+        resample.resize_with_pillow(image, targets)
 
-    sets = {"avx2": resample.AVX2, "portable": resample.PORTABLE}
+    sets = {"avx2": tiler.AVX2, "portable": tiler.PORTABLE}
     return {
-        "tiler": by_library(resample.BEST),
+        "tiler": by_library(tiler.BEST),
         **{name: by_library(s) for name, s in sets.items() if library.supports(s)},
         "pillow": by_pillow,
     }
@@ -121,7 +119,7 @@ def backends(resample: ModuleType) -> dict[str, Callable[..., None]]:
 
 def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
     """One thread, every size."""
-    ways = backends(sys.modules["ovis_here.resample"])
+    ways = backends(sys.modules["ovis_here.resample"], sys.modules["ovis_here.tiler"])
     release = load_release()
 
     def tile(image, way):
@@ -156,23 +154,35 @@ def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
 def bench_callers(
     images: ModuleType, callers: list[int], turns: int
 ) -> list[dict[str, Any]]:
-    """Pictures per second with several callers, a picture and a thread each."""
+    """Pictures per second with several callers, a picture and a thread each.
+
+    Beside it what a picture costs in processor time: if that does not grow, callers do
+    not get in each other's way, and the rate is limited by the free processors.
+    """
     records = []
     for width, height in THREAD_SIZES:
         pictures = [make_picture(width, height)] * max(16, int(4e7 / (width * height)))
         sides = [SIDE] * len(pictures)
         rates = dict.fromkeys(callers, 0.0)
+        costs = dict.fromkeys(callers, float("inf"))
         for _ in range(turns):
             for count in callers:
                 with ThreadPoolExecutor(count) as pool:
-                    start = time.perf_counter()
+                    wall, processor = time.perf_counter(), time.process_time()
                     for _ in pool.map(images.tile_image, pictures, sides):
                         pass
-                    rate = len(pictures) / (time.perf_counter() - start)
-                rates[count] = max(rates[count], rate)
-        listed = "  ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
-        print(f"{width}x{height}  pictures/s by callers   {listed}", flush=True)
-        records.append({"size": f"{width}x{height}", "pictures_per_second": rates})
+                    wall = (time.perf_counter() - wall) / len(pictures)
+                    processor = (time.process_time() - processor) / len(pictures)
+                rates[count] = max(rates[count], 1 / wall)
+                costs[count] = min(costs[count], processor * 1e3)
+        size = f"{width}x{height}"
+        listed = "  ".join(
+            f"{count}: {rates[count]:.0f}/s, {costs[count]:.2f} ms" for count in callers
+        )
+        print(f"{size:>10}  by callers   {listed}", flush=True)
+        records.append(
+            {"size": size, "pictures_per_second": rates, "processor_ms": costs}
+        )
     return records
 
 
@@ -190,8 +200,9 @@ def bench_threads(
                 images.tile_image(image, SIDE, threads=count)
                 times[count] = min(times[count], (time.perf_counter() - start) * 1e3)
         listed = "  ".join(f"{count}: {ms:.2f}" for count, ms in times.items())
-        print(f"{width}x{height}  ms by threads   {listed}", flush=True)
-        records.append({"size": f"{width}x{height}", "ms": times})
+        size = f"{width}x{height}"
+        print(f"{size:>10}  ms by threads   {listed}", flush=True)
+        records.append({"size": size, "ms": times})
     return records
 
 
