@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ SIZES = (
     *((1080, 2400), (1242, 2688), (600, 2000), (300, 1000), (200, 900)),
     *((448, 448), (200, 150), (100, 80), (800, 600), (3000, 500)),
 )
+SECONDS_OF_A_TURN = 0.5
 THREAD_SIZES = ((640, 480), (1920, 1080), (4032, 3024))
 
 
@@ -95,34 +97,32 @@ def best_of(competitors: dict[str, Callable[[], Any]], turns: int) -> dict[str, 
     return best
 
 
-def backends(resample: ModuleType) -> dict[str, Callable[..., None]]:
+def backends(resample: ModuleType, tiler: ModuleType) -> dict[str, Callable[..., None]]:
     """Ways to resize tiles: the best the tiler has, slower ones of it, Pillow."""
     library = resample._library_if_equal()
 
     def by_library(instruction_set):
-        def run(image, boxes, rectangles, pixels):
+        def run(image, boxes, rectangles, pixels, threads):
             targets = resample._targets(image, boxes, rectangles, pixels)
-            resample.resample_with_library(
-                library, image, targets, instruction_set=instruction_set
-            )
+            tiler.resize_with_library(library, image, targets, threads, instruction_set)
 
         return run
 
-    def by_pillow(image, boxes, rectangles, pixels):
+    def by_pillow(image, boxes, rectangles, pixels, threads):
         targets = resample._targets(image, boxes, rectangles, pixels)
-        resample.resample_with_pillow(image, targets)
+        resample.resize_with_pillow(image, targets)
 
-    sets = {"avx2": resample.AVX2, "portable": resample.PORTABLE}
+    sets = {"avx2": tiler.AVX2, "portable": tiler.PORTABLE}
     return {
-        "tiler": by_library(resample.BEST),
+        "tiler": by_library(tiler.BEST),
         **{name: by_library(s) for name, s in sets.items() if library.supports(s)},
         "pillow": by_pillow,
     }
 
 
-def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
+def bench_sizes(images: Any, turns: int) -> list[dict[str, Any]]:
     """One thread, every size."""
-    ways = backends(sys.modules["ovis_here.resample"])
+    ways = backends(sys.modules["ovis_here.resample"], sys.modules["ovis_here.tiler"])
     release = load_release()
 
     def tile(image, way):
@@ -134,12 +134,13 @@ def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
         image = make_picture(width, height)
         right = tile(image, "pillow").pixels
         for way in ways:
-            assert (tile(image, way).pixels == right).all(), (way, width, height)
+            if not np.array_equal(tile(image, way).pixels, right):
+                sys.exit(f"{way} differs from Pillow at {width}x{height}")
         competitors: dict[str, Callable[[], Any]] = {
-            way: lambda image=image, way=way: tile(image, way) for way in ways
+            way: partial(tile, image, way) for way in ways
         }
         if release is not None:
-            competitors["release"] = lambda image=image: release(image)
+            competitors["release"] = partial(release, image)
         times = best_of(competitors, turns)
         record: dict[str, Any] = {"size": f"{width}x{height}", "ms": times}
         base = times["release" if release else "pillow"]
@@ -153,28 +154,58 @@ def bench_sizes(images: ModuleType, turns: int) -> list[dict[str, Any]]:
     return records
 
 
+def bench_callers(
+    images: ModuleType, callers: list[int], turns: int
+) -> list[dict[str, Any]]:
+    """Pictures per second with several callers, a picture and a thread each."""
+    records = []
+    for width, height in THREAD_SIZES:
+        image = make_picture(width, height)
+        rates = dict.fromkeys(callers, 0.0)
+        for _ in range(turns):
+            for count in callers:
+                rates[count] = max(rates[count], rate_of(images, image, count))
+        size = f"{width}x{height}"
+        listed = "  ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
+        print(f"{size:>10}  pictures/s by callers   {listed}", flush=True)
+        records.append({"size": size, "pictures_per_second": rates})
+    return records
+
+
+def rate_of(images: ModuleType, image: Image.Image, callers: int) -> float:
+    """Pictures per second while each caller makes one after the other."""
+    end = time.perf_counter() + SECONDS_OF_A_TURN
+
+    def call() -> float:
+        # The rate of each by its own clock: the last picture ends after the others'.
+        start, done = time.perf_counter(), 0
+        while time.perf_counter() < end:
+            images.tile_image(image, SIDE)
+            done += 1
+        return done / (time.perf_counter() - start)
+
+    with ThreadPoolExecutor(callers) as pool:
+        calls = [pool.submit(call) for _ in range(callers)]
+    return sum(call.result() for call in calls)
+
+
 def bench_threads(
     images: ModuleType, threads: list[int], turns: int
 ) -> list[dict[str, Any]]:
-    """Pictures per second with several callers, one picture each at a time."""
+    """Wall milliseconds of one picture with several threads for it."""
     records = []
     for width, height in THREAD_SIZES:
-        pictures = [make_picture(width, height)] * max(8, int(2e7 / (width * height)))
-        rates: dict[str, float] = {}
+        image = make_picture(width, height)
+        times = dict.fromkeys(threads, float("inf"))
         for _ in range(turns):
-            for callers in threads:
-                with ThreadPoolExecutor(callers) as pool:
-                    start = time.perf_counter()
-                    tiled = pool.map(
-                        images.tile_image, pictures, [SIDE] * len(pictures)
-                    )
-                    for _ in tiled:
-                        pass
-                    rate = len(pictures) / (time.perf_counter() - start)
-                rates[str(callers)] = max(rates.get(str(callers), 0.0), rate)
-        listed = ", ".join(f"{callers}: {rate:.0f}" for callers, rate in rates.items())
-        print(f"{width}x{height}  pictures/s by callers  {listed}", flush=True)
-        records.append({"size": f"{width}x{height}", "pictures_per_second": rates})
+            for count in threads:
+                start = time.perf_counter()
+                images.tile_image(image, SIDE, threads=count)
+                times[count] = min(times[count], (time.perf_counter() - start) * 1e3)
+        listed = "  ".join(f"{count}: {ms:.2f}" for count, ms in times.items())
+        size = f"{width}x{height}"
+        print(f"{size:>10}  ms by threads   {listed}", flush=True)
+        records.append({"size": size, "ms": times})
     return records
 
 
@@ -189,7 +220,8 @@ def main() -> None:
         sys.exit("the tiler is not in use (reason above); python csrc/ovis/build.py")
     results = {
         "sizes": bench_sizes(images, arguments.turns),
-        "callers": bench_threads(images, arguments.threads, arguments.turns),
+        "callers": bench_callers(images, arguments.threads, arguments.turns),
+        "threads": bench_threads(images, arguments.threads, arguments.turns),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -4,8 +4,9 @@
 
 #include <algorithm>
 
-// The order of operations in this file decides the last bit of a coefficient. It
-// must be compiled without contraction of a product and a sum into one operation.
+// The order of operations in this file decides the last bit of a coefficient.
+// It must be compiled without contraction of a product and a sum into one
+// operation.
 
 namespace ovis {
 namespace {
@@ -53,7 +54,8 @@ Taps make_taps(int in, int out) {
     taps.first[i] = first;
     taps.last[i] = last;
     for (const double weight : weights) {
-      taps.coefficients.push_back(to_fixed_point(sum != 0.0 ? weight / sum : weight));
+      taps.coefficients.push_back(
+          to_fixed_point(sum != 0.0 ? weight / sum : weight));
     }
   }
   return taps;

@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Four samples of 8 bits to a word. A coefficient k is split into
-// (a * 256 + b) * 256 + c with signed bytes a, b and c, so that one dot product of
-// four bytes serves each.
+// (a * 256 + b) * 256 + c with signed bytes a, b and c, so that one dot product
+// of four bytes serves each.
 //
 // As in kernels_avx2.cpp, nothing but plain C from the standard library.
 #include "kernels.h"
@@ -44,8 +44,8 @@ void split(const int32_t* coefficients, int32_t* words) {
 
 inline __m512i join(const __m512i sums[kDigits]) {
   const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
-  return _mm512_srai_epi32(_mm512_add_epi32(_mm512_slli_epi32(high, 8), sums[2]),
-                           kBits);
+  return _mm512_srai_epi32(
+      _mm512_add_epi32(_mm512_slli_epi32(high, 8), sums[2]), kBits);
 }
 
 inline void start(__m512i sums[kDigits]) {
@@ -61,15 +61,19 @@ class Loader {
 
   explicit Loader(int bytes_per_pixel)
       : order_(_mm512_broadcast_i32x4(
-            bytes_per_pixel == 3
-                ? _mm_setr_epi8(0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11, -1, -1, -1, -1)
-                : _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1,
-                                -1))) {}
+            bytes_per_pixel == 3 ? _mm_setr_epi8(0, 3, 6, 9, 1, 4, 7, 10, 2, 5,
+                                                 8, 11, -1, -1, -1, -1)
+                                 : _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6,
+                                                 10, 14, -1, -1, -1, -1))) {}
 
-  void load(const uint8_t* const* rows, ptrdiff_t offset, int32_t* words) const {
-    const __m512i a = four_rows(rows, 0, offset), b = four_rows(rows, 1, offset);
-    const __m512i c = four_rows(rows, 2, offset), d = four_rows(rows, 3, offset);
-    const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+  void load(const uint8_t* const* rows, ptrdiff_t offset,
+            int32_t* words) const {
+    const __m512i a = four_rows(rows, 0, offset),
+                  b = four_rows(rows, 1, offset);
+    const __m512i c = four_rows(rows, 2, offset),
+                  d = four_rows(rows, 3, offset);
+    const __m512i ab = _mm512_unpacklo_epi32(a, b),
+                  cd = _mm512_unpacklo_epi32(c, d);
     _mm512_storeu_si512(words, _mm512_unpacklo_epi64(ab, cd));
     _mm512_storeu_si512(words + kRows, _mm512_unpackhi_epi64(ab, cd));
     _mm512_storeu_si512(words + 2 * kRows,
@@ -81,7 +85,8 @@ class Loader {
   // Rows i, i + 4, i + 8 and i + 12.
   __m512i four_rows(const uint8_t* const* rows, int i, ptrdiff_t offset) const {
     const auto row = [&](int j) {
-      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j] + offset));
+      return _mm_loadu_si128(
+          reinterpret_cast<const __m128i*>(rows[j] + offset));
     };
     __m512i four = _mm512_castsi128_si512(row(i));
     four = _mm512_inserti32x4(four, row(i + 4), 1);
@@ -122,7 +127,8 @@ void horizontal_of(const HorizontalBlock& block) {
                             _mm512_packs_epi32(blue, blue));
     // The fourth word is overwritten by the next pixel or lies in the padding.
     const auto store = [&block, x](int group, __m128i lane) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(block.out[group] + 3 * x), lane);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(block.out[group] + 3 * x),
+                       lane);
     };
     store(0, _mm512_castsi512_si128(bytes));
     store(1, _mm512_extracti32x4_epi32(bytes, 1));
@@ -133,19 +139,27 @@ void horizontal_of(const HorizontalBlock& block) {
 
 void horizontal(const HorizontalBlock& block) {
   switch (block.groups) {
-    case 1: return horizontal_of<1>(block);
-    case 2: return horizontal_of<2>(block);
-    case 3: return horizontal_of<3>(block);
-    case 4: return horizontal_of<4>(block);
-    case 5: return horizontal_of<5>(block);
-    case 6: return horizontal_of<6>(block);
-    default: return horizontal_of<0>(block);
+    case 1:
+      return horizontal_of<1>(block);
+    case 2:
+      return horizontal_of<2>(block);
+    case 3:
+      return horizontal_of<3>(block);
+    case 4:
+      return horizontal_of<4>(block);
+    case 5:
+      return horizontal_of<5>(block);
+    case 6:
+      return horizontal_of<6>(block);
+    default:
+      return horizontal_of<0>(block);
   }
 }
 
 // 64 samples of a row. `load(group, words)` gives 4 vectors of words.
 template <typename Load>
-inline __m512i filter_chunk(const Load& load, const int32_t* coefficients, int groups) {
+inline __m512i filter_chunk(const Load& load, const int32_t* coefficients,
+                            int groups) {
   __m512i sums[4][kDigits];
   for (int i = 0; i < 4; ++i) start(sums[i]);
   for (int j = 0; j < groups; ++j) {
@@ -166,8 +180,8 @@ inline __mmask64 first_bytes(int count) {
   return count >= kChunk ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
 }
 
-void vertical(const int32_t* const* windows, const int32_t* coefficients, int groups,
-              int samples, uint8_t* out) {
+void vertical(const int32_t* const* windows, const int32_t* coefficients,
+              int groups, int samples, uint8_t* out) {
   const __m512i in_order =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   for (int begin = 0; begin < samples; begin += kChunk) {
@@ -182,8 +196,8 @@ void vertical(const int32_t* const* windows, const int32_t* coefficients, int gr
   }
 }
 
-void vertical_bytes(const uint8_t* const* rows, const int32_t* coefficients, int groups,
-                    int samples, uint8_t* out) {
+void vertical_bytes(const uint8_t* const* rows, const int32_t* coefficients,
+                    int groups, int samples, uint8_t* out) {
   for (int begin = 0; begin < samples; begin += kChunk) {
     const __mmask64 mask = first_bytes(samples - begin);
     const auto load = [&](int j, __m512i words[4]) {

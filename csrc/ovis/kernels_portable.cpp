@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Plain loops with one sample to a word, in a shape that compilers vectorise on any
-// machine with 32-bit multiplication in vectors (NEON among them).
+// Plain loops with one sample to a word, in a shape that compilers vectorise on
+// any machine with 32-bit multiplication in vectors (NEON among them).
 #include <algorithm>
 
 #include "filter.h"
@@ -28,7 +28,8 @@ struct Loader {
   static constexpr int kGroup = 1;
   static constexpr int kStep = 1;
 
-  void load(const uint8_t* const* rows, ptrdiff_t offset, int32_t* words) const {
+  void load(const uint8_t* const* rows, ptrdiff_t offset,
+            int32_t* words) const {
     for (int row = 0; row < kRows; ++row) {
       for (int c = 0; c < kChannels; ++c) {
         words[c * kRows + row] = rows[row][offset + c];
@@ -38,7 +39,8 @@ struct Loader {
 };
 
 void horizontal(const HorizontalBlock& block) {
-  constexpr int kStep = kChannels * kRows;  // neighbours that one coefficient serves
+  constexpr int kStep =
+      kChannels * kRows;  // neighbours that one coefficient serves
   Source<Loader> source(block, Loader{});
   const int32_t* coefficients = block.coefficients;
   for (int x = 0; x < block.out_width; ++x) {

@@ -10,8 +10,9 @@
 
 namespace ovis {
 
-// A window of pixel groups that slides over a block of rows. Groups are brought into
-// `scratch` just ahead of their use, so that they are still in the first-level cache.
+// A window of pixel groups that slides over a block of rows. Groups are brought
+// into `scratch` just ahead of their use, so that they are still in the
+// first-level cache.
 //
 // Loader is a type of the file that uses it, with
 //   kGroup, kStep    pixels in a group, and groups that one load makes

@@ -11,8 +11,8 @@ namespace {
 constexpr int kChannels = 3;
 constexpr int kMostBytesPerPixel = 4;
 
-// Groups of pixels in `scratch` beside those of a window: enough to make sliding rare,
-// few enough for the first-level cache.
+// Groups of pixels in `scratch` beside those of a window: enough to make
+// sliding rare, few enough for the first-level cache.
 constexpr int kAheadPixels = 128;
 
 size_t round_up(size_t value, size_t multiple) {
@@ -49,7 +49,8 @@ Windows make_windows(const Taps& taps, const Kernels& kernels) {
     windows.starts[i] = start;
     std::fill(padded.begin(), padded.end(), 0);
     const int count = taps.last[i] - taps.first[i];
-    std::copy_n(coefficients, count, padded.begin() + (taps.first[i] - start * group));
+    std::copy_n(coefficients, count,
+                padded.begin() + (taps.first[i] - start * group));
     coefficients += count;
     for (int j = 0; j < windows.groups; ++j) {
       kernels.split(padded.data() + j * group, words);
@@ -91,14 +92,17 @@ void Words::Delete::operator()(int32_t* words) const {
 
 // What a band needs between its first and its last step.
 struct Band::Memory {
-  Memory(size_t samples, int ring_groups, size_t scratch_words, size_t first_pass_bytes)
-      : ring_stride(round_up(samples, kCacheLine / sizeof(int32_t)) + kPaddingWords),
+  Memory(size_t samples, int ring_groups, size_t scratch_words,
+         size_t first_pass_bytes)
+      : ring_stride(round_up(samples, kCacheLine / sizeof(int32_t)) +
+                    kPaddingWords),
         ring_mask(power_of_two(ring_groups) - 1),
         ring(ring_stride * (size_t(ring_mask) + 1)),
         scratch(scratch_words),
         first_pass(first_pass_bytes) {}
 
-  // Row groups that the horizontal pass has made and the vertical pass still needs.
+  // Row groups that the horizontal pass has made and the vertical pass still
+  // needs.
   int32_t* row_group(int index) const {
     return ring.data() + ring_stride * (index & ring_mask);
   }
@@ -107,7 +111,8 @@ struct Band::Memory {
   const int ring_mask;
   const Words ring;
   const Words scratch;
-  std::vector<uint8_t> first_pass;  // rows of a block if the vertical pass runs first
+  std::vector<uint8_t>
+      first_pass;  // rows of a block if the vertical pass runs first
 };
 
 Band::Band(const ovis_tiler_job& job, int picture_width, const Axes& axes,
@@ -122,8 +127,9 @@ Band::Band(const ovis_tiler_job& job, int picture_width, const Axes& axes,
       y_(begin),
       next_group_(second_->starts[begin] / kBlockGroups * kBlockGroups) {}
 
-// Rows that the next block is made of, as the horizontal pass counts them. Others stand
-// in for those that do not influence the band, as they only meet coefficients of 0.
+// Rows that the next block is made of, as the horizontal pass counts them.
+// Others stand in for those that do not influence the band, as they only meet
+// coefficients of 0.
 ovis_tiler_rows Band::next_block() const {
   const int top = next_group_ * kernels_->group;
   const int bottom = std::min(top + block_rows(), second_->last[end_ - 1]);
@@ -133,7 +139,8 @@ ovis_tiler_rows Band::next_block() const {
 ovis_tiler_rows Band::needs() const {
   ovis_tiler_rows rows = next_block();
   if (axes_.identity != nullptr) {
-    rows = {axes_.vertical->first[rows.top], axes_.vertical->last[rows.bottom - 1]};
+    rows = {axes_.vertical->first[rows.top],
+            axes_.vertical->last[rows.bottom - 1]};
   }
   return {job_.top + rows.top, job_.top + rows.bottom};
 }
@@ -159,13 +166,15 @@ void Band::make_block(const ovis_tiler_strip& strip) {
   const int group = kernels_->group;
   const int bytes_per_pixel = strip.bytes_per_pixel;
   const Windows& horizontal = *axes_.horizontal;
-  const int scratch_groups = horizontal.groups + std::max(kAheadPixels / group, kLeastAhead);
+  const int scratch_groups =
+      horizontal.groups + std::max(kAheadPixels / group, kLeastAhead);
   const ptrdiff_t row_bytes = ptrdiff_t{job_.width} * bytes_per_pixel;
   if (memory_ == nullptr) {
     memory_ = std::make_shared<Memory>(
         size_t(job_.out_width) * kChannels, second_->groups + kBlockGroups,
         size_t(scratch_groups) * kChannels * block_rows(),
-        axes_.identity ? size_t(job_.width) * kMostBytesPerPixel * block_rows() : 0);
+        axes_.identity ? size_t(job_.width) * kMostBytesPerPixel * block_rows()
+                       : 0);
   }
   const uint8_t* corner = strip.data + ptrdiff_t{job_.left} * bytes_per_pixel +
                           (ptrdiff_t{job_.top} - strip.top) * strip.row_stride;
@@ -187,9 +196,10 @@ void Band::make_block(const ovis_tiler_strip& strip) {
         const int tap = vertical.starts[y] * group + static_cast<int>(i);
         taps[i] = row(std::clamp(tap, vertical.first[y], vertical.last[y] - 1));
       }
-      kernels_->vertical_bytes(taps.data(), vertical.at(y), vertical.groups,
-                               static_cast<int>(row_bytes),
-                               memory_->first_pass.data() + (y - first) * row_bytes);
+      kernels_->vertical_bytes(
+          taps.data(), vertical.at(y), vertical.groups,
+          static_cast<int>(row_bytes),
+          memory_->first_pass.data() + (y - first) * row_bytes);
     }
     for (int i = 0; i < block_rows(); ++i) {
       rows[i] = memory_->first_pass.data() +
@@ -199,10 +209,12 @@ void Band::make_block(const ovis_tiler_strip& strip) {
   }
 
   int32_t* made[kBlockGroups];
-  for (int i = 0; i < kBlockGroups; ++i) made[i] = memory_->row_group(next_group_ + i);
-  kernels_->horizontal({rows, bytes_per_pixel, readable, horizontal.starts.data(),
-                        horizontal.coefficients.data(), horizontal.groups,
-                        job_.out_width, memory_->scratch.data(), scratch_groups, made});
+  for (int i = 0; i < kBlockGroups; ++i)
+    made[i] = memory_->row_group(next_group_ + i);
+  kernels_->horizontal(
+      {rows, bytes_per_pixel, readable, horizontal.starts.data(),
+       horizontal.coefficients.data(), horizontal.groups, job_.out_width,
+       memory_->scratch.data(), scratch_groups, made});
   next_group_ += kBlockGroups;
 }
 
@@ -210,9 +222,11 @@ void Band::make_row() {
   const Windows& vertical = *second_;
   const int start = vertical.starts[y_];
   groups_.resize(vertical.groups);
-  for (int j = 0; j < vertical.groups; ++j) groups_[j] = memory_->row_group(start + j);
+  for (int j = 0; j < vertical.groups; ++j)
+    groups_[j] = memory_->row_group(start + j);
   kernels_->vertical(groups_.data(), vertical.at(y_), vertical.groups,
-                     job_.out_width * kChannels, job_.out + y_ * job_.out_stride);
+                     job_.out_width * kChannels,
+                     job_.out + y_ * job_.out_stride);
 }
 
 }  // namespace ovis

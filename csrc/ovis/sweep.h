@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// One resize: which rows are read, in which order the two passes run, what is kept.
+// One resize: which rows are read, in which order the two passes run, what is
+// kept.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +18,9 @@
 
 namespace ovis {
 
-// The filter of one axis in the layout of a set of kernels: every window starts on a
-// group and has the same number of groups, filled up with coefficients of 0.
+// The filter of one axis in the layout of a set of kernels: every window starts
+// on a group and has the same number of groups, filled up with coefficients of
+// 0.
 struct Windows {
   int groups = 0;
   std::vector<int> starts;            // [out], in groups
@@ -26,13 +28,16 @@ struct Windows {
   int words = 0;                      // groups * digits
   std::vector<int32_t> coefficients;  // [out][groups][digits]
 
-  const int32_t* at(int i) const { return coefficients.data() + size_t(i) * words; }
+  const int32_t* at(int i) const {
+    return coefficients.data() + size_t(i) * words;
+  }
 };
 
 Windows make_windows(const Taps& taps, const Kernels& kernels);
 
-// Pillow 13 runs the vertical pass first when that leaves clearly fewer samples. The
-// result of the first pass is rounded to bytes, so the order is part of the result.
+// Pillow 13 runs the vertical pass first when that leaves clearly fewer
+// samples. The result of the first pass is rounded to bytes, so the order is
+// part of the result.
 bool vertical_first(int width, int height, int out_width, int out_height);
 
 // Windows of each pair of sizes, made once for all jobs of a call.
@@ -67,8 +72,8 @@ class Words {
   std::unique_ptr<int32_t[], Delete> words_;
 };
 
-// Rows of the result of a job that are made one after the other, by one thread at a
-// time, as the rows of the picture come in.
+// Rows of the result of a job that are made one after the other, by one thread
+// at a time, as the rows of the picture come in.
 class Band {
  public:
   // Rows [begin, end) of the job's result.
@@ -95,10 +100,11 @@ class Band {
   int picture_width_;
   Axes axes_;
   const Kernels* kernels_;
-  const Windows* second_;  // what the vertical kernel does after the horizontal pass
+  const Windows*
+      second_;  // what the vertical kernel does after the horizontal pass
   int begin_, end_;
-  int y_;           // next row of the result
-  int next_group_;  // next row group of the horizontal pass
+  int y_;                               // next row of the result
+  int next_group_;                      // next row group of the horizontal pass
   std::vector<const int32_t*> groups_;  // of the window of a row
   std::shared_ptr<Memory> memory_;      // from the first step to the last
 };

@@ -17,7 +17,8 @@
 namespace ovis {
 namespace {
 
-// Splitting a job makes its bands filter some source rows twice: not worth it for less.
+// Splitting a job makes its bands filter some source rows twice: not worth it
+// for less.
 constexpr int kLeastBandRows = 64;
 
 const Kernels* kernels_of(int32_t instruction_set) {
@@ -49,17 +50,18 @@ int64_t source_pixels(const ovis_tiler_job& job) {
   return int64_t{job.width} * job.height;
 }
 
-// How many bands to cut a job into. An overview costs as much as all other tiles
-// together and would keep one thread busy when the others are done.
+// How many bands to cut a job into. An overview costs as much as all other
+// tiles together and would keep one thread busy when the others are done.
 int count_bands(const ovis_tiler_job& job, int64_t all_pixels, int threads) {
   if (threads == 1) return 1;
   const int64_t shares = source_pixels(job) * 2 * threads / all_pixels;
-  return static_cast<int>(
-      std::clamp<int64_t>(shares, 1, std::max(job.out_height / kLeastBandRows, 1)));
+  return static_cast<int>(std::clamp<int64_t>(
+      shares, 1, std::max(job.out_height / kLeastBandRows, 1)));
 }
 
-// Threads are made anew for each call: a pool that lives on would not survive fork(),
-// and starting a thread costs much less than resizing a picture that is worth it.
+// Threads are made anew for each call: a pool that lives on would not survive
+// fork(), and starting a thread costs much less than resizing a picture that is
+// worth it.
 class Workers {
  public:
   ~Workers() {
@@ -153,9 +155,10 @@ int32_t ovis_tiler_supports(int32_t instruction_set) {
   return ovis::kernels_of(instruction_set) != nullptr;
 }
 
-int32_t ovis_tiler_open(int32_t width, const ovis_tiler_job* jobs, int32_t num_jobs,
-                        int32_t threads, int32_t instruction_set,
-                        ovis_tiler_plan** plan, ovis_tiler_rows* next) try {
+int32_t ovis_tiler_open(int32_t width, const ovis_tiler_job* jobs,
+                        int32_t num_jobs, int32_t threads,
+                        int32_t instruction_set, ovis_tiler_plan** plan,
+                        ovis_tiler_rows* next) try {
   const ovis::Kernels* kernels = ovis::kernels_of(instruction_set);
   if (kernels == nullptr || threads < 1) return OVIS_TILER_BAD_ARGUMENT;
   int64_t all_pixels = 0;

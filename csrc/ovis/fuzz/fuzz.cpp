@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Random jobs through every set of kernels, against plain loops over the same filter
-// coefficients (which the Python tests compare with Pillow). Built with the address and
-// undefined-behaviour sanitizers: every buffer is exactly as large as the interface
-// says, so one byte read or written beside it ends the run.
+// Random jobs through every set of kernels, against plain loops over the same
+// filter coefficients (which the Python tests compare with Pillow). Built with
+// the address and undefined-behaviour sanitizers: every buffer is exactly as
+// large as the interface says, so one byte read or written beside it ends the
+// run.
 //
 //   python csrc/ovis/build.py --fuzzer DIRECTORY
 //   DIRECTORY/ovis_tiler_fuzzer [--seconds=N] [--seed=N]
@@ -56,12 +57,15 @@ void filter_axis(const ovis::Taps& taps, const uint8_t* in, size_t in_step,
       sum += int64_t{in[j * in_step]} * *coefficient++;
     }
     const int64_t value = sum >> ovis::kPrecisionBits;
-    out[i * out_step] = static_cast<uint8_t>(value < 0 ? 0 : value > 255 ? 255 : value);
+    out[i * out_step] = static_cast<uint8_t>(value < 0     ? 0
+                                             : value > 255 ? 255
+                                                           : value);
   }
 }
 
 Image resize_width(const Image& image, int width) {
-  Image result{width, image.height, std::vector<uint8_t>(3 * width * image.height)};
+  Image result{width, image.height,
+               std::vector<uint8_t>(3 * width * image.height)};
   const ovis::Taps taps = ovis::make_taps(image.width, width);
   for (int y = 0; y < image.height; ++y) {
     for (int c = 0; c < 3; ++c) {
@@ -73,7 +77,8 @@ Image resize_width(const Image& image, int width) {
 }
 
 Image resize_height(const Image& image, int height) {
-  Image result{image.width, height, std::vector<uint8_t>(3 * image.width * height)};
+  Image result{image.width, height,
+               std::vector<uint8_t>(3 * image.width * height)};
   const ovis::Taps taps = ovis::make_taps(image.height, height);
   for (int x = 0; x < 3 * image.width; ++x) {
     filter_axis(taps, &image.bytes[x], 3 * image.width, &result.bytes[x],
@@ -127,7 +132,8 @@ Case make_case(Random& random) {
 Image crop(const Image& image, const ovis_tiler_job& job) {
   Image result{job.width, job.height, {}};
   for (int y = 0; y < job.height; ++y) {
-    const uint8_t* row = &image.bytes[3 * ((job.top + y) * image.width + job.left)];
+    const uint8_t* row =
+        &image.bytes[3 * ((job.top + y) * image.width + job.left)];
     result.bytes.insert(result.bytes.end(), row, row + 3 * job.width);
   }
   return result;
@@ -153,33 +159,39 @@ const char* run(const Case& test, int32_t instruction_set, Random& random) {
   std::vector<std::vector<uint8_t>> results;
   for (ovis_tiler_job& job : jobs) {
     job.out_stride = 3 * job.out_width + test.gap;
-    results.emplace_back(job.out_stride * job.out_height - test.gap, kUntouched);
+    results.emplace_back(job.out_stride * job.out_height - test.gap,
+                         kUntouched);
     job.out = results.back().data();
   }
   ovis_tiler_plan* plan = nullptr;
   ovis_tiler_rows next;
-  if (ovis_tiler_open(test.image.width, jobs.data(), static_cast<int32_t>(jobs.size()),
-                      test.threads, instruction_set, &plan, &next) != OVIS_TILER_OK) {
+  if (ovis_tiler_open(test.image.width, jobs.data(),
+                      static_cast<int32_t>(jobs.size()), test.threads,
+                      instruction_set, &plan, &next) != OVIS_TILER_OK) {
     return "the plan was refused";
   }
-  // The whole picture at once, or strips with from none to many rows that nobody needs.
-  const int most_extra = random.between(0, 1) ? test.image.height : random.between(0, 40);
+  // The whole picture at once, or strips with from none to many rows that
+  // nobody needs.
+  const int most_extra =
+      random.between(0, 1) ? test.image.height : random.between(0, 40);
   while (next.bottom != 0) {
     const int top = std::max(next.top - random.between(0, most_extra), 0);
-    const int bottom =
-        std::min(next.bottom + random.between(0, most_extra), test.image.height);
+    const int bottom = std::min(next.bottom + random.between(0, most_extra),
+                                test.image.height);
     const std::vector<uint8_t> bytes = lay_out(test, top, bottom);
-    const ovis_tiler_strip strip{bytes.data(),
-                                 test.image.width * test.bytes_per_pixel + test.gap, top,
-                                 bottom - top, test.bytes_per_pixel};
+    const ovis_tiler_strip strip{
+        bytes.data(), test.image.width * test.bytes_per_pixel + test.gap, top,
+        bottom - top, test.bytes_per_pixel};
     const ovis_tiler_rows before = next;
-    if (ovis_tiler_feed(plan, &strip, &next) != OVIS_TILER_OK) return "a strip was refused";
-    if (next.top == before.top && next.bottom == before.bottom) return "stands still";
+    if (ovis_tiler_feed(plan, &strip, &next) != OVIS_TILER_OK)
+      return "a strip was refused";
+    if (next.top == before.top && next.bottom == before.bottom)
+      return "stands still";
   }
   ovis_tiler_close(plan);
   for (size_t i = 0; i < jobs.size(); ++i) {
-    const Image expected =
-        resize(crop(test.image, jobs[i]), jobs[i].out_width, jobs[i].out_height);
+    const Image expected = resize(crop(test.image, jobs[i]), jobs[i].out_width,
+                                  jobs[i].out_height);
     for (int y = 0; y < jobs[i].out_height; ++y) {
       const uint8_t* row = jobs[i].out + y * jobs[i].out_stride;
       const int size = 3 * jobs[i].out_width;
@@ -193,7 +205,8 @@ const char* run(const Case& test, int32_t instruction_set, Random& random) {
   return nullptr;
 }
 
-uint64_t option(int count, char** values, const char* name, uint64_t otherwise) {
+uint64_t option(int count, char** values, const char* name,
+                uint64_t otherwise) {
   for (int i = 1; i < count; ++i) {
     if (std::strncmp(values[i], name, std::strlen(name)) == 0) {
       return std::strtoull(values[i] + std::strlen(name), nullptr, 10);
@@ -207,7 +220,8 @@ uint64_t option(int count, char** values, const char* name, uint64_t otherwise) 
 int main(int argc, char** argv) {
   const uint64_t seconds = option(argc, argv, "--seconds=", 60);
   uint64_t seed = option(argc, argv, "--seed=", 0);
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+  const auto end =
+      std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
   uint64_t runs = 0;
   do {
     Random random(seed);

@@ -22,16 +22,20 @@ from PIL import Image
 from vllm.models.ovis import resample as module
 from vllm.models.ovis.images import tile_image
 from vllm.models.ovis.resample import (
+    equals_pillow,
+    resample,
+    resize_with_pillow,
+)
+from vllm.models.ovis.tiler import (
     AVX2,
     AVX512,
     LIBRARY_PATH,
     PORTABLE,
     Library,
+    PixelView,
+    Plan,
     Target,
-    equals_pillow,
-    resample,
-    resample_with_library,
-    resample_with_pillow,
+    resize_with_library,
 )
 
 needs_library = pytest.mark.skipif(
@@ -70,7 +74,7 @@ def picture(kind, width, height, seed=0):
 
 def expected_content(image, box, size):
     content = np.zeros((size[1], size[0], 3), np.uint8)
-    resample_with_pillow(image, [Target(box, content)])
+    resize_with_pillow(image, [Target(box, content)])
     return content
 
 
@@ -79,7 +83,7 @@ def content_of(library, image, box, size, **options):
     width, height = size
     buffer = np.full((height + 2, width + 5, 3), 77, np.uint8)
     content = buffer[1:-1, 2:-3]
-    resample_with_library(library, image, [Target(box, content)], **options)
+    resize_with_library(library, image, [Target(box, content)], **options)
     result = content.copy()
     content[:] = 77
     assert (buffer == 77).all(), "bytes outside the rectangle were written"
@@ -131,16 +135,16 @@ def test_equals_pillow_from_strips(library, instruction_set, case, strip_bytes):
 @given(case=resizes())
 def test_equals_pillow_from_three_bytes(library, instruction_set, case):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._PixelView, "in_place", lambda image: None)
+        patch.setattr(PixelView, "in_place", lambda image: None)
         got = content_of(library, *case, instruction_set=instruction_set)
     np.testing.assert_array_equal(got, expected_content(*case))
 
 
 def _hide_whole_picture(patch, whole):
     """As if Pillow kept `whole` in several blocks of memory."""
-    in_place = module._PixelView.in_place
+    in_place = PixelView.in_place
     patch.setattr(
-        module._PixelView,
+        PixelView,
         "in_place",
         lambda image: None if image is whole else in_place(image),
     )
@@ -172,12 +176,12 @@ def test_sizes_of_a_server(library, instruction_set, size, out, kind):
 def test_picture_in_several_blocks(library):
     """Over 16 MB Pillow does not keep the rows together."""
     image = picture("noise", 2500, 2000)
-    assert module._PixelView.in_place(image) is None
+    assert PixelView.in_place(image) is None
     targets = [
         Target((0, 0, 2500, 2000), np.zeros((358, 448, 3), np.uint8)),
         Target((1250, 1000, 2500, 2000), np.zeros((358, 448, 3), np.uint8)),
     ]
-    resample_with_library(library, image, targets, threads=2)
+    resize_with_library(library, image, targets, threads=2)
     for target in targets:
         expected = expected_content(image, target.box, (448, 358))
         np.testing.assert_array_equal(target.content, expected)
@@ -186,7 +190,7 @@ def test_picture_in_several_blocks(library):
 @needs_library
 def test_reads_a_picture_of_pillow_in_place():
     image = picture("noise", 640, 480)
-    view = module._PixelView.in_place(image)
+    view = PixelView.in_place(image)
     assert view is not None
     bytes_there = np.ctypeslib.as_array(
         ctypes.cast(view.data, ctypes.POINTER(ctypes.c_uint8)), (480, 640, 4)
@@ -215,7 +219,7 @@ def test_many_callers_at_once(library):
 @needs_library
 def test_self_check_sees_each_kind_of_difference(library, monkeypatch):
     assert equals_pillow(library)
-    pillow = module.resample_with_pillow
+    pillow = module.resize_with_pillow
 
     def always_horizontal_first(image, targets):
         """The order of passes before Pillow 13."""
@@ -227,14 +231,14 @@ def test_self_check_sees_each_kind_of_difference(library, monkeypatch):
                 (width, height), Image.Resampling.BICUBIC
             )
 
-    monkeypatch.setattr(module, "resample_with_pillow", always_horizontal_first)
+    monkeypatch.setattr(module, "resize_with_pillow", always_horizontal_first)
     assert not equals_pillow(library)
 
     def one_step_off(image, targets):
         pillow(image, targets)
         targets[0].content[0, 0, 0] ^= 1
 
-    monkeypatch.setattr(module, "resample_with_pillow", one_step_off)
+    monkeypatch.setattr(module, "resize_with_pillow", one_step_off)
     assert not equals_pillow(library)
 
 
@@ -276,7 +280,7 @@ def test_tiles_are_made_by_the_library(undecided, monkeypatch):
     """Nothing else would notice if every picture took the slow way."""
     image = picture("noise", 900, 500)
     tile_image(image, 112)
-    monkeypatch.setattr(module, "resample_with_pillow", None)
+    monkeypatch.setattr(module, "resize_with_pillow", None)
     assert len(tile_image(image, 112).pixels) > 1
 
 
@@ -300,8 +304,8 @@ def test_refusals():
 def test_library_does_not_read_what_is_not_there(library):
     """Strips that are not enough leave the plan where it was."""
     content = np.full((60, 20, 3), 77, np.uint8)
-    view = module._PixelView.of_copy(picture("noise", 20, 20))
-    with module.Plan(library, 20, [Target((0, 0, 20, 60), content)]) as plan:
+    view = PixelView.of_copy(picture("noise", 20, 20))
+    with Plan(library, 20, [Target((0, 0, 20, 60), content)]) as plan:
         for top in (1, 30, 0):
             before = plan.next
             plan.feed(view, top)
@@ -315,7 +319,7 @@ def test_library_refuses_wrong_arguments(library):
     target = Target((0, 0, 20, 10), np.zeros((4, 4, 3), np.uint8))
     for arguments in [(19, [target]), (20, [target], 0), (20, [target], 1, 99)]:
         with pytest.raises(ValueError, match="refused"):
-            module.Plan(library, *arguments)
+            Plan(library, *arguments)
 
 
 @pytest.mark.skipif(

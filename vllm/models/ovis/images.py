@@ -139,6 +139,7 @@ def tile_image(
     side: int,
     max_partition: int = DEFAULT_MAX_PARTITION,
     covering_threshold: float = DEFAULT_COVERING_THRESHOLD,
+    threads: int = 1,
 ) -> TiledImage:
     """Cut a picture into tiles and resize each to fit a square.
 
@@ -150,6 +151,7 @@ def tile_image(
         side: Side of a square tile in pixels.
         max_partition: Most cells of the grid.
         covering_threshold: See `tiling.choose_grid`.
+        threads: Most threads that resize tiles, see `resample.resample`.
 
     Returns:
         All tiles of the picture, the overview first.
@@ -170,7 +172,7 @@ def tile_image(
         w, h = fit_size(right - left, bottom - top, side)
         rectangle[:] = (side - h) // 2, (side - w) // 2, h, w
     pixels = np.zeros((len(boxes), side, side, 3), np.uint8)
-    resample(image, boxes, rectangles, pixels)
+    resample(image, boxes, rectangles, pixels, threads)
     return TiledImage(pixels, rectangles, (rows, cols))
 
 
