@@ -54,9 +54,7 @@ def test_heldout_pictures(url: str, check: dict[str, Any]) -> None:
     with ThreadPoolExecutor(16) as pool:
         right = list(
             pool.map(
-                lambda seed: is_right(
-                    url, check["task"], seed, check["max_partition"]
-                ),
+                lambda seed: is_right(url, check["task"], seed, check["max_partition"]),
                 seeds,
             )
         )

@@ -4,7 +4,6 @@
 
 import hashlib
 import json
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.ovis import golden
+
 from .model import Reference
 from .preprocess import placeholder_ids, preprocess
 from .prompt import expand_markers, prompt_ids
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ovis2"
-sys.path.insert(0, str(GOLDEN))
-
-from images import make_image, pixel_sha256  # noqa: E402
-
-CASES = json.loads((GOLDEN / "cases.json").read_text("utf-8"))
-ARRAYS = np.load(GOLDEN / "arrays.npz")
-INFO = json.loads((GOLDEN / "arrays.json").read_text("utf-8"))
+CASES = golden.all_cases()
+ARRAYS = golden.arrays()
+INFO = json.loads((golden.GOLDEN / "arrays.json").read_text("utf-8"))
 
 # Relative to the largest value of the array; float32 rounding stays far below.
 TOLERANCE = 1e-4
@@ -45,18 +41,7 @@ GOOD_CASES = [
 
 @cache
 def reference(checkpoint: str) -> Reference:
-    return Reference(GOLDEN / "checkpoints" / checkpoint)
-
-
-def images(case: dict) -> list:
-    made = []
-    for spec in case["images"]:
-        image = make_image(
-            spec["kind"], spec["w"], spec["h"], spec["seed"], spec["mode"]
-        )
-        assert spec.get("source_sha256") in (None, pixel_sha256(image))
-        made.append(image)
-    return made
+    return Reference(Path(golden.checkpoint_path(checkpoint)))
 
 
 def sha256(array: np.ndarray) -> str:
@@ -73,7 +58,9 @@ def assert_close(actual: torch.Tensor, name: str) -> None:
 @pytest.mark.parametrize("case", GOOD_CASES, ids=case_id)
 def test_pixels_are_bit_exact(case):
     ref = reference(case["checkpoint"])
-    for image, expected in zip(images(case), case["expected"]["images"], strict=True):
+    for image, expected in zip(
+        golden.case_images(case), case["expected"]["images"], strict=True
+    ):
         pixels, grid = preprocess(image, ref.rule, case["max_partition"])
         assert list(grid) == expected["grid"]
         assert placeholder_ids(grid) == expected["placeholder_ids"]
@@ -105,11 +92,11 @@ def test_refusals(case):
     if case["name"] in ARTEFACTS:
         # These pictures are legal here, if very small.
         ref = reference(case["checkpoint"])
-        assert preprocess(images(case)[0], ref.rule)[0].shape[0] == 1
+        assert preprocess(golden.case_images(case)[0], ref.rule)[0].shape[0] == 1
         return
     with pytest.raises(ValueError):
         reference(case["checkpoint"]).prepare(
-            images(case),
+            golden.case_images(case),
             case["conversation"],
             case["generation_preface"],
             case["max_partition"],
@@ -125,7 +112,7 @@ def test_numbers(case):
         if case["images"]:
             tiles = [
                 preprocess(image, ref.rule, case["max_partition"])[0]
-                for image in images(case)
+                for image in golden.case_images(case)
             ]
             pixels = torch.from_numpy(np.concatenate(tiles))
             features = model.visual_tokenizer.features(pixels)
@@ -174,4 +161,4 @@ def test_unknown_function_is_refused():
 def test_max_partition_below_one_is_refused():
     ref = reference("tiny-ovis2")
     with pytest.raises(ValueError, match="max_partition"):
-        preprocess(make_image("flat", 8, 8, 0), ref.rule, 0)
+        preprocess(golden.make_image("flat", 8, 8, 0), ref.rule, 0)

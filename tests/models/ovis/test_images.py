@@ -3,17 +3,15 @@
 """Tiles and normalised pixels: golden hashes, modes, orientation, refusals."""
 
 import hashlib
-import importlib.util
 import json
 from functools import cache
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from PIL import __version__ as pillow_version
 
+from tests.models.ovis import golden
 from vllm.models.ovis.images import (
     from_array,
     normalization_table,
@@ -23,8 +21,6 @@ from vllm.models.ovis.images import (
 )
 from vllm.multimodal.image import convert_image_mode
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "ovis2"
-
 # Where we differ on purpose, the reference's pixels are those of the picture after
 # Pillow's own conversion, which drops alpha and clips 16-bit grey.
 CONVERTED_FIRST = {"RGBA", "LA", "PA", "I;16"}
@@ -32,43 +28,18 @@ CONVERTED_FIRST = {"RGBA", "LA", "PA", "I;16"}
 ROWS_TAKEN_FOR_CHANNELS = {"size_1x1", "size_3x3", "size_1x3", "size_3x1", "size_50x3"}
 
 
-def load_make_image():
-    spec = importlib.util.spec_from_file_location("ovis_images", GOLDEN / "images.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_image
-
-
-make_image = load_make_image()
-
-
 @cache
 def checkpoint_settings(checkpoint):
-    path = GOLDEN / "checkpoints" / checkpoint / "preprocessor_config.json"
+    path = golden.GOLDEN / "checkpoints" / checkpoint / "preprocessor_config.json"
     config = json.loads(path.read_text())
     side = config.get("crop_size", config["size"])["height"]
     return side, normalization_table(config["image_mean"], config["image_std"])
 
 
-def golden_images():
-    for case in json.loads((GOLDEN / "cases.json").read_text()):
-        pairs = zip(case["images"], case["expected"].get("images", []))
-        for index, (image, expected) in enumerate(pairs):
-            name = f"{case['checkpoint']}-{case['name']}-{index}"
-            yield pytest.param(case, image, expected, id=name)
-
-
-@pytest.mark.skipif(
-    int(pillow_version.split(".")[0]) < 13,
-    reason="the golden hashes follow the pass order of Pillow 13",
-)
-@pytest.mark.parametrize(("case", "image", "expected"), list(golden_images()))
+@pytest.mark.parametrize(("case", "image", "expected"), list(golden.image_parameters()))
 def test_golden_pixels(case, image, expected):
     side, table = checkpoint_settings(case["checkpoint"])
-    source = make_image(
-        image["kind"], image["w"], image["h"], image["seed"], image["mode"]
-    )
+    source = golden.draw(image)
     digest = hashlib.sha256(source.tobytes()).hexdigest()
     assert digest == image["source_sha256"]
     if image["mode"] in CONVERTED_FIRST:
@@ -102,13 +73,13 @@ def test_golden_pixels(case, image, expected):
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "I;16"])
 def test_deliberate_differences_are_real(mode):
     """These modes must not fall back silently to what the reference does."""
-    image = make_image("noise_blocks", 40, 30, 5, mode)
+    image = golden.make_image("noise_blocks", 40, 30, 5, mode)
     dropped = np.asarray(image.convert("RGB"))
     assert not np.array_equal(np.asarray(to_rgb(image)), dropped)
 
 
 def test_layout_of_the_buffers():
-    tiled = tile_image(make_image("noise", 640, 480, 1), 112)
+    tiled = tile_image(golden.make_image("noise", 640, 480, 1), 112)
     assert tiled.grid == (3, 3)
     assert tiled.pixels.shape == (10, 112, 112, 3)
     assert tiled.pixels.dtype == np.uint8 and tiled.pixels.flags.c_contiguous
@@ -137,14 +108,14 @@ def test_rgb_is_not_copied():
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
 def test_alpha_equals_the_engine(mode):
-    image = make_image("noise", 37, 23, 5, mode)
+    image = golden.make_image("noise", 37, 23, 5, mode)
     engine = convert_image_mode(image, "RGB")
     assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(engine))
 
 
 @pytest.mark.parametrize(("mode", "straight"), [("La", "LA"), ("RGBa", "RGBA")])
 def test_premultiplied_alpha(mode, straight):
-    image = make_image("noise", 20, 10, 5, straight).convert(mode)
+    image = golden.make_image("noise", 20, 10, 5, straight).convert(mode)
     expected = convert_image_mode(image.convert(straight), "RGB")
     assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(expected))
 
@@ -199,14 +170,14 @@ def test_thirty_two_bit_grey_outside_sixteen_bits_is_clipped():
     "mode", ["1", "L", "P", "CMYK", "YCbCr", "HSV", "F", "RGBX", "I"]
 )
 def test_other_modes_are_pillows(mode):
-    image = make_image("noise_blocks", 30, 20, 3, mode)
+    image = golden.make_image("noise_blocks", 30, 20, 3, mode)
     expected = np.asarray(image.convert("RGB"))
     assert np.array_equal(np.asarray(to_rgb(image)), expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation(orientation):
-    image = make_image("gradient", 40, 24, 3)
+    image = golden.make_image("gradient", 40, 24, 3)
     exif = Image.Exif()
     exif[0x0112] = orientation
     buffer = BytesIO()
@@ -229,14 +200,14 @@ def test_orientation_decides_the_grid():
 
 
 def test_damaged_exif_is_ignored():
-    image = make_image("gradient", 10, 8, 3)
+    image = golden.make_image("gradient", 10, 8, 3)
     image.info["exif"] = b"Exif\x00\x00garbage"
     assert np.array_equal(np.asarray(to_rgb(image)), np.asarray(image))
 
 
 def test_arrays():
-    channels_last = np.asarray(make_image("noise", 30, 20, 3))
-    expected = tile_image(make_image("noise", 30, 20, 3), 112)
+    channels_last = np.asarray(golden.make_image("noise", 30, 20, 3))
+    expected = tile_image(golden.make_image("noise", 30, 20, 3), 112)
     for array in (channels_last, channels_last.transpose(2, 0, 1)):
         tiled = tile_image(array, 112)
         assert np.array_equal(tiled.pixels, expected.pixels)

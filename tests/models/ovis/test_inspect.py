@@ -2,16 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The command which shows tiles and tokens of a picture."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import regex as re
 from PIL import Image
 
+from tests.models.ovis import golden
 from vllm.models.ovis.inspect import describe, draw_grid, main
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "ovis2"
 YELLOW = (255, 255, 0)
 
 
@@ -70,7 +68,7 @@ def test_command(tmp_path, capsys, monkeypatch):
 
 def test_command_takes_the_side_from_a_checkpoint(tmp_path, capsys):
     Image.new("RGB", (1200, 900)).save(tmp_path / "a.png")
-    model = str(GOLDEN / "checkpoints" / "tiny-ovis1.6-gemma2")
+    model = golden.checkpoint_path("tiny-ovis1.6-gemma2")
     output = tmp_path / "b.png"
     main([str(tmp_path / "a.png"), "--model", model, "--output", str(output)])
     printed = capsys.readouterr().out

@@ -3,15 +3,14 @@
 """Processor outside the engine: golden prompts, ids and pixels, and refusals."""
 
 import hashlib
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.models.ovis import golden
 from vllm.models.ovis.images import normalization_table, normalize
 from vllm.models.ovis.processor import (
     ImageSettings,
@@ -21,30 +20,17 @@ from vllm.models.ovis.processor import (
     validate_image_kwargs,
 )
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "ovis2"
-CHECKPOINTS = ["tiny-ovis2", "tiny-ovis1.6-llama", "tiny-ovis1.6-gemma2"]
 ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 # Where we differ on purpose; their pixels are tested in test_images.py.
 OTHER_PIXELS = {"mode_RGBA", "mode_LA", "mode_PA", "mode_I_16"}
 OTHER_PIXELS |= {"size_3x3", "size_1x3", "size_50x3"}
 
 
-def load_make_image():
-    spec = importlib.util.spec_from_file_location("ovis_images", GOLDEN / "images.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_image
-
-
-make_image = load_make_image()
-
-
 @pytest.fixture(scope="module")
 def processors():
     return {
-        name: OvisProcessor.from_pretrained(str(GOLDEN / "checkpoints" / name))
-        for name in CHECKPOINTS
+        name: OvisProcessor.from_pretrained(golden.checkpoint_path(name))
+        for name in golden.CHECKPOINTS
     }
 
 
@@ -54,9 +40,9 @@ def processor(processors):
 
 
 def golden_cases(keep):
-    for case in json.loads((GOLDEN / "cases.json").read_text()):
+    for case in golden.all_cases():
         if keep(case):
-            yield pytest.param(case, id=f"{case['checkpoint']}-{case['name']}")
+            yield pytest.param(case, id=golden.case_id(case))
 
 
 def messages_of(case):
@@ -80,13 +66,6 @@ def prompt_of(processor, case):
         add_generation_prompt=not preface,
         continue_final_message=preface,
     )
-
-
-def images_of(case):
-    return [
-        make_image(image["kind"], image["w"], image["h"], image["seed"], image["mode"])
-        for image in case["images"]
-    ]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +95,7 @@ def test_golden_ids_and_pixels(processors, case):
     processor, expected = processors[case["checkpoint"]], case["expected"]
     output = processor(
         text=[prompt_of(processor, case)],
-        images=images_of(case),
+        images=golden.case_images(case),
         max_partition=case["max_partition"],
     )
     pad, per_tile = processor.image_pad_id, processor.tokens_per_tile
@@ -147,7 +126,7 @@ def test_golden_ids_and_pixels(processors, case):
 def test_golden_thin_pictures_are_refused(processors, case):
     processor = processors[case["checkpoint"]]
     with pytest.raises(ValueError, match="too thin"):
-        processor(prompt_of(processor, case), images_of(case))
+        processor(prompt_of(processor, case), golden.case_images(case))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +144,7 @@ def test_golden_wrong_counts_are_refused(processor, name, markers, images):
     (case,) = case.values
     message = f"{markers} <image> markers but {images} images"
     with pytest.raises(ValueError, match=message):
-        processor(prompt_of(processor, case), images_of(case))
+        processor(prompt_of(processor, case), golden.case_images(case))
 
 
 def test_gemma_has_no_system_turn(processors):
@@ -174,7 +153,7 @@ def test_gemma_has_no_system_turn(processors):
         processors["tiny-ovis1.6-gemma2"].apply_chat_template(messages)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", golden.CHECKPOINTS)
 def test_preface_of_white_space(processors, checkpoint):
     """Kept by Qwen, stripped by the others (NOTES.md, Oddities)."""
     processor = processors[checkpoint]
@@ -345,15 +324,15 @@ def test_bad_preprocessor_configs_are_refused(change, message):
         ImageSettings.from_preprocessor_config(CLIP | change)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", golden.CHECKPOINTS)
 def test_image_pad_is_looked_up(processors, checkpoint):
-    path = GOLDEN / "checkpoints" / checkpoint / "tokenizer.json"
+    path = golden.GOLDEN / "checkpoints" / checkpoint / "tokenizer.json"
     added = {
         token["content"]: token["id"]
         for token in json.loads(path.read_text())["added_tokens"]
     }
-    names = ["<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>"]
-    name = dict(zip(CHECKPOINTS, names))[checkpoint]
+    names = ["<|image_pad|>", "<unused0>", "<|reserved_special_token_0|>"]
+    name = dict(zip(golden.CHECKPOINTS, names))[checkpoint]
     assert processors[checkpoint].image_pad_id == added[name]
 
 
@@ -368,7 +347,7 @@ def test_tokenizer_without_image_pad_is_refused(processors):
 
 
 def test_other_checkpoints_are_refused(tmp_path):
-    source = GOLDEN / "checkpoints" / "tiny-ovis2"
+    source = golden.GOLDEN / "checkpoints" / "tiny-ovis2"
     shutil.copy(source / "preprocessor_config.json", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ValueError, match="authors' layout: it has no 'visual_tok"):

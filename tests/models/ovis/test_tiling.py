@@ -2,13 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Grid, boxes, sizes and token layout: golden cases and properties."""
 
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.models.ovis import golden
 from vllm.models.ovis.tiling import (
     TILE,
     Indicator,
@@ -23,7 +21,6 @@ from vllm.models.ovis.tiling import (
     worst_case_image_size,
 )
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "ovis2"
 SIDES = {"tiny-ovis2": 112, "tiny-ovis1.6-llama": 112, "tiny-ovis1.6-gemma2": 104}
 # The reference's ids of Indicator values and TILE.
 REFERENCE_IDS = {-301: 0, -302: 1, -303: 2, -304: 3, -305: 4, -300: TILE}
@@ -34,15 +31,7 @@ PARTITION = st.integers(1, 30)
 THRESHOLD = st.one_of(st.just(0.9), st.floats(0, 1))
 
 
-def golden_images():
-    for case in json.loads((GOLDEN / "cases.json").read_text()):
-        pairs = zip(case["images"], case["expected"].get("images", []))
-        for index, (image, expected) in enumerate(pairs):
-            name = f"{case['checkpoint']}-{case['name']}-{index}"
-            yield pytest.param(case, image, expected, id=name)
-
-
-@pytest.mark.parametrize(("case", "image", "expected"), list(golden_images()))
+@pytest.mark.parametrize(("case", "image", "expected"), list(golden.image_parameters()))
 def test_golden_grid_and_layout(case, image, expected):
     side = SIDES[case["checkpoint"]]
     width, height = image["w"], image["h"]
