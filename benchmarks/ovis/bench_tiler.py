@@ -53,6 +53,7 @@ def load_release() -> Callable[[Image.Image], Any] | None:
     try:
         import torch
         from transformers import CLIPImageProcessor
+
         from vllm.transformers_utils.processors.ovis import OvisProcessor
     except ImportError:
         return None

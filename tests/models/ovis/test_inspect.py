@@ -2,11 +2,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The command which shows tiles and tokens of a picture."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import regex as re
 from PIL import Image
 
 from vllm.models.ovis.inspect import describe, draw_grid, main

@@ -52,7 +52,7 @@ def library():
     return Library()
 
 
-@pytest.fixture(params=NAMES, ids=NAMES.values())
+@pytest.fixture(params=list(NAMES), ids=list(NAMES.values()))
 def instruction_set(request, library):
     if not library.supports(request.param):
         pytest.skip(f"no {NAMES[request.param]} here")
@@ -247,8 +247,10 @@ def test_self_check_sees_each_kind_of_difference(library, monkeypatch):
         for target in targets:
             height, width = target.content.shape[:2]
             content = image.crop(target.box)
-            content = content.resize((width, content.height), Image.BICUBIC)
-            target.content[:] = content.resize((width, height), Image.BICUBIC)
+            content = content.resize((width, content.height), Image.Resampling.BICUBIC)
+            target.content[:] = content.resize(
+                (width, height), Image.Resampling.BICUBIC
+            )
 
     monkeypatch.setattr(module, "resize_with_pillow", always_horizontal_first)
     assert not equals_pillow(library)

@@ -222,7 +222,7 @@ def test_no_picture_needs_more_than_the_largest_grid(width, height, side, partit
 
 
 def test_very_large_partitions_stay_usable():
-    """Candidates grow as P log P; a cell-by-cell sum of each would grow as P squared."""
+    """Candidates grow as P log P; summing each cell by cell would take P squared."""
     assert choose_grid(448 * 50, 448 * 40, 448, 2000) == reference_strip(50, 40)
 
 

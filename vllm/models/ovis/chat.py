@@ -26,6 +26,7 @@ class TurnFormat:
         roles: The family's name of each role; a role not named is refused.
         default_system: System turn put in front if the first turn is none.
         strip: Whether outer white space of a turn is dropped.
+
     """
 
     begin: str
@@ -72,6 +73,7 @@ def turn_format(text_model_type: str) -> TurnFormat:
 
     Raises:
         ValueError: Another type of text model.
+
     """
     if text_model_type not in _TURN_FORMATS:
         raise ValueError(
@@ -106,6 +108,7 @@ def format_conversation(
     Raises:
         ValueError: No message, a role that the family does not have, content of
             another form, or both options at once.
+
     """
     if add_generation_prompt and continue_final_message:
         raise ValueError(

@@ -54,6 +54,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
     Raises:
         ValueError: Pillow cannot convert the mode to RGB.
+
     """
     image = _upright(image)
     grey = _sixteen_bit_grey(image)
@@ -103,6 +104,7 @@ def from_array(array: np.ndarray) -> Image.Image:
 
     Raises:
         ValueError: Another type or shape.
+
     """
     if array.dtype == np.uint8 and array.ndim == 3:
         if array.shape[2] == 3:
@@ -124,6 +126,7 @@ class TiledImage:
         rectangles: int32 `[tiles, 4]`, content of each tile as top, left, height,
             width in pixels.
         grid: `(rows, cols)`.
+
     """
 
     pixels: npt.NDArray[np.uint8]
@@ -156,6 +159,7 @@ def tile_image(
     Raises:
         ValueError: The picture is empty or too thin to be resized, or has a mode that
             Pillow cannot convert.
+
     """
     if isinstance(image, np.ndarray):
         image = from_array(image)
@@ -189,6 +193,7 @@ def normalization_table(
 
     Raises:
         ValueError: Not three values, or a deviation that is not above 0.
+
     """
     if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
         raise ValueError(
@@ -214,6 +219,7 @@ def normalize(
 
     Returns:
         float32 `[tiles, 3, side, side]`, 0 outside the rectangles.
+
     """
     tiles, side = pixels.shape[:2]
     normalized = np.zeros((tiles, 3, side, side), np.float32)

@@ -50,6 +50,7 @@ def describe(
 
     Raises:
         ValueError: The picture is too thin to be resized.
+
     """
     rows, cols = choose_grid(width, height, side, max_partition)
     boxes = tile_boxes(width, height, rows, cols)
@@ -84,6 +85,7 @@ def draw_grid(image: Image.Image, side: int, max_partition: int) -> Image.Image:
 
     Returns:
         RGB; enlarged by a whole number if the picture is small.
+
     """
     width, height = image.size
     rows, cols = choose_grid(width, height, side, max_partition)

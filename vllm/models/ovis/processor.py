@@ -50,6 +50,7 @@ def resolve_image_pad_id(tokenizer: Any, text_model_type: str) -> int:
 
     Raises:
         ValueError: Another type of text model, or a tokenizer without the token.
+
     """
     if text_model_type not in _IMAGE_PADS:
         raise ValueError(
@@ -75,6 +76,7 @@ def tokenize_with_markers(tokenizer: Any, text: str) -> list[list[int]]:
 
     Returns:
         One list more than the text has markers; piece `k` precedes marker `k`.
+
     """
     return [
         tokenizer.encode(piece, add_special_tokens=False) if piece else []
@@ -98,6 +100,7 @@ def validate_image_kwargs(
         ValueError: An unknown option; `max_partition` is no integer from 1 to the
             limit; `covering_threshold` is no number from 0 to 1. Both ends have a
             meaning (see `tiling.choose_grid`), beyond them nothing would change.
+
     """
     for key, value in kwargs.items():
         if key not in ("max_partition", "covering_threshold"):
@@ -136,6 +139,7 @@ class ImageSettings:
         side: Side of a square tile in pixels.
         mean: Mean of the channels, on a scale of 0 to 1.
         std: Standard deviation of the channels.
+
     """
 
     side: int
@@ -150,6 +154,7 @@ class ImageSettings:
             ValueError: A tile that is missing, not square or not given as height and
                 width; a mean or deviation that is not three numbers; a resampling,
                 scale or omitted step that the authors' models do not use.
+
         """
         key = "size" if config.get("crop_size") is None else "crop_size"
         size = config.get(key)
@@ -206,6 +211,7 @@ class OvisProcessor:
         image_settings: Side of a tile and its normalisation.
         tokens_per_tile: Tokens that stand for one tile.
         image_pad_id: Token id at every image position.
+
     """
 
     def __init__(
@@ -224,7 +230,8 @@ class OvisProcessor:
             text_model_type: `model_type` of the text model: qwen2, gemma2 or llama.
 
         Raises:
-            ValueError: Another type of text model, or a tokenizer without its pad token.
+            ValueError: Another type of text model, or no pad token in the tokenizer.
+
         """
         self.tokenizer = tokenizer
         self.image_settings = image_settings
@@ -245,6 +252,7 @@ class OvisProcessor:
         Raises:
             OSError: A file is missing.
             ValueError: The files are not those of an Ovis 1.6 or 2 checkpoint.
+
         """
         config = _read_json(path, "config.json", revision)
         try:
@@ -299,6 +307,7 @@ class OvisProcessor:
 
         Raises:
             ValueError: `tokenize` is set, or see `chat.format_conversation`.
+
         """
         if tokenize:
             raise ValueError(
@@ -325,7 +334,7 @@ class OvisProcessor:
 
         Args:
             text: One prompt or several; picture `k` replaces marker `k`.
-            images: Pictures of all prompts in order, or one list of pictures per prompt.
+            images: Pictures of all prompts in order, or a list of pictures per prompt.
             max_partition: Most cells a picture is cut into.
             covering_threshold: See `tiling.choose_grid`.
             return_tensors: As transformers has it ("np", "pt"); prompts must then
@@ -340,6 +349,7 @@ class OvisProcessor:
         Raises:
             ValueError: Numbers of markers and images differ, an option is out of
                 range, or a picture cannot be tiled.
+
         """
         partition, threshold = validate_image_kwargs(
             {"max_partition": max_partition, "covering_threshold": covering_threshold},
@@ -400,5 +410,6 @@ def _assign_images(markers: list[int], images: Any) -> list[Picture]:
 def _check_count(markers: int, images: int, where: str) -> None:
     if markers != images:
         raise ValueError(
-            f"{where} has {markers} {IMAGE_MARKER} markers but {images} images are given"
+            f"{where} has {markers} {IMAGE_MARKER} markers, but {images} images are "
+            "given"
         )

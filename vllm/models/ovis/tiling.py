@@ -159,6 +159,7 @@ def choose_grid(
 
     Raises:
         ValueError: A size or `max_partition` is below 1.
+
     """
     _require_positive(
         width=width, height=height, side=side, max_partition=max_partition
@@ -199,6 +200,7 @@ def tile_boxes(width: int, height: int, rows: int, cols: int) -> list[Box]:
 
     Raises:
         ValueError: A size is below 1 or a cell would have no pixels.
+
     """
     _require_positive(width=width, height=height, rows=rows, cols=cols)
     if rows > height or cols > width:
@@ -229,6 +231,7 @@ def fit_size(width: int, height: int, side: int) -> tuple[int, int]:
     Raises:
         ValueError: A size is below 1, or the short side would have no pixels (the
             authors fail too: golden cases size_1000x1, size_4000x5).
+
     """
     _require_positive(width=width, height=height, side=side)
     if width == height:
@@ -258,6 +261,7 @@ def token_layout(rows: int, cols: int) -> list[int]:
         (or the only tile), the others are the cells row by row. 1x1 is
         `[START, TILE, PREFIX, END]`; 1x2 is
         `[START, TILE, PREFIX, TILE, COLUMN, TILE, END]`.
+
     """
     _require_positive(rows=rows, cols=cols)
     layout: list[int] = [Indicator.START, TILE, Indicator.PREFIX]
@@ -279,6 +283,7 @@ def tokens_per_tile(side: int, patch_size: int, hidden_stride: int) -> int:
 
     Raises:
         ValueError: An argument is below 1, or no patch fits into a tile.
+
     """
     _require_positive(side=side, patch_size=patch_size, hidden_stride=hidden_stride)
     if side < patch_size:
@@ -323,6 +328,7 @@ def worst_case_image_size(side: int, max_partition: int) -> tuple[int, int]:
 
     Raises:
         ValueError: An argument is below 1.
+
     """
     _require_positive(side=side, max_partition=max_partition)
     for cells in range(max_partition, 1, -1):

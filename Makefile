@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+
+# make setup   the fork and all it needs in .venv
+# make demo    a server on the demo checkpoint answers questions about two pictures
+# make serve   vllm serve; MODEL=name-or-path PORT=8000 ARGS="..."
+# make test    lint, types, tests, checks of the series
+# make wheel   the fork's wheel in dist/
+# make clean   remove what the others made, downloads included
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/stamps
+HOST_PYTHON ?= $(shell tools/find_python)
+DEVICE := $(shell $(HOST_PYTHON) tools/fork device)
+
+MODEL ?= demo/tiny-ovis2
+PORT ?= 8000
+ARGS ?=
+
+.PHONY: setup ready demo serve test wheel clean
+
+setup: ready $(STAMPS)/requirements-$(DEVICE)
+	$(PY) tools/fork develop --device $(DEVICE)
+
+demo: setup
+	$(PY) tools/demo.py
+
+serve: setup
+	$(VENV)/bin/vllm serve $(MODEL) --host 127.0.0.1 --port $(PORT) \
+	    --trust-request-mm-kwargs $(ARGS)
+
+test: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest
+	$(PY) tools/fork check
+
+wheel: setup
+	$(PY) tools/fork wheel --device $(DEVICE) --out dist
+
+clean:
+	rm -rf $(VENV) .cache build dist vllm/models/ovis/libovis_tiler.so
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ready:
+	@test -n "$(HOST_PYTHON)" || { echo "make: a Python from 3.11 to 3.13 is needed" \
+	    "on PATH (or name one: make HOST_PYTHON=/path/to/python3)" >&2; exit 1; }
+	@test -n "$(DEVICE)" || { echo "make: VLLM_TARGET_DEVICE is cpu or cuda" >&2; \
+	    exit 1; }
+
+# A new environment for another device: the builds of torch share one version.
+$(STAMPS)/created-$(DEVICE):
+	@echo "== Creating $(VENV) with $(HOST_PYTHON)"
+	$(HOST_PYTHON) -m venv --clear $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+# torch first, alone: the largest download, and what comes after must fit it.
+$(STAMPS)/requirements-$(DEVICE): $(STAMPS)/created-$(DEVICE) requirements/$(DEVICE).txt \
+    requirements/test.txt requirements/lint.txt
+	@echo "== Installing torch ($(DEVICE))"
+	$(PY) -m pip install "$$(grep '^torch==' requirements/$(DEVICE).txt)"
+	@echo "== Installing what the fork, its tests and its checks need"
+	$(PY) -m pip install -r requirements/$(DEVICE).txt \
+	    -r requirements/test.txt -r requirements/lint.txt
+	touch $@

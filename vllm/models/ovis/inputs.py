@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Requests to engine inputs: image kwargs, tiles, placeholder positions."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from transformers import BatchFeature
+
+from vllm.config.multimodal import BaseDummyOptions
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import MultiModalDataDict
+from vllm.multimodal.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItems,
+)
+from vllm.multimodal.parse import MultiModalDataItems
+from vllm.multimodal.processing import (
+    BaseDummyInputsBuilder,
+    BaseMultiModalProcessor,
+    BaseProcessingInfo,
+    PromptReplacement,
+    PromptUpdate,
+)
+from vllm.multimodal.processing.processor import (
+    MultiModalProcessingResult,
+    PlaceholderFeaturesInfo,
+)
+from vllm.renderers import TokenizeParams
+
+from .config import OvisConfig
+from .images import tile_image
+from .processor import (
+    ImageSettings,
+    OvisProcessor,
+    tokenize_with_markers,
+    validate_image_kwargs,
+)
+from .tiling import (
+    IMAGE_MARKER,
+    largest_grid,
+    num_image_tokens,
+    worst_case_image_size,
+)
+
+
+def flatten_image_kwargs(
+    kwargs: Mapping[str, object], configured: Mapping[str, object]
+) -> dict[str, object]:
+    """Bring `images_kwargs` to the top level, where the same keys are accepted.
+
+    Args:
+        kwargs: Options at the top level and under `images_kwargs`. The engine has
+            already merged its own into them, each at the level it was configured at.
+        configured: The engine's own options, flat. Where both levels have a key, the
+            value that is not the engine's own is the request's and wins.
+
+    Raises:
+        VLLMValidationError: If `images_kwargs` is not a mapping, or the request gives a
+            key at both levels with different values.
+
+    """
+    flat = dict(kwargs)
+    scoped = flat.pop("images_kwargs", {})
+    if not isinstance(scoped, Mapping):
+        raise VLLMValidationError(
+            f"`images_kwargs` must be a mapping, got {scoped!r}.",
+            parameter="mm_processor_kwargs",
+        )
+    for key, value in scoped.items():
+        if key not in flat or flat[key] == configured.get(key):
+            flat[key] = value
+        elif value not in (flat[key], configured.get(key)):
+            raise VLLMValidationError(
+                f"{key!r} is given twice: {flat[key]!r} directly and {value!r} under "
+                "`images_kwargs`.",
+                parameter="mm_processor_kwargs",
+            )
+    return flat
+
+
+class OvisProcessingInfo(BaseProcessingInfo):
+    """What the engine asks about the model's images, answered by arithmetic."""
+
+    def get_hf_config(self) -> OvisConfig:
+        return self.ctx.get_hf_config(OvisConfig)
+
+    @cached_property
+    def ovis_processor(self) -> OvisProcessor:
+        """The processor on the engine's own tokenizer, built once."""
+        config = self.get_hf_config()
+        settings = ImageSettings.from_preprocessor_config(
+            self.ctx.get_hf_image_processor_config()
+        )
+        if settings.side != config.vision.image_size:
+            raise ValueError(
+                f"preprocessor_config.json asks for tiles of {settings.side} pixels, "
+                f"the vision tower takes {config.vision.image_size}."
+            )
+        return OvisProcessor(
+            self.get_tokenizer(),
+            settings,
+            config.vision.tokens_per_tile,
+            config.llm_config.model_type,
+        )
+
+    def get_hf_processor(self, **kwargs: object) -> OvisProcessor:  # type: ignore[override]
+        return self.ovis_processor
+
+    def get_default_tok_params(self) -> TokenizeParams:
+        # The conversation format spells out every special token, the leading one too
+        # (authors' behaviour: pieces are tokenised without automatic special tokens).
+        return super().get_default_tok_params().with_kwargs(add_special_tokens=False)
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    @cached_property
+    def configured_image_kwargs(self) -> dict[str, object]:
+        """The engine's own image options, flat."""
+        return flatten_image_kwargs(
+            self.ctx.get_mm_config().mm_processor_kwargs or {}, configured={}
+        )
+
+    @cached_property
+    def max_partition_limit(self) -> int:
+        """Most cells a request may ask for: the value the engine started with.
+
+        Memory is profiled for this many, so a larger one is refused.
+        """
+        max_partition, _ = validate_image_kwargs(
+            self.configured_image_kwargs, limit=None
+        )
+        return max_partition
+
+    def get_image_kwargs(self, kwargs: Mapping[str, object]) -> tuple[int, float]:
+        """Return (max_partition, covering_threshold) in force for a request.
+
+        Args:
+            kwargs: The request's `mm_processor_kwargs`, flat or under
+                `images_kwargs`; they win over the engine's own.
+
+        Raises:
+            VLLMValidationError: If a key is unknown or a value out of range; the
+                message names both.
+
+        """
+        configured = self.configured_image_kwargs
+        try:
+            return validate_image_kwargs(
+                {**configured, **flatten_image_kwargs(kwargs, configured)},
+                limit=self.max_partition_limit,
+            )
+        except ValueError as error:
+            raise VLLMValidationError(
+                str(error), parameter="mm_processor_kwargs"
+            ) from error
+
+    def get_profiled_max_partition(self, seq_len: int) -> int:
+        """Largest legal max_partition whose image fits into `seq_len` tokens."""
+        tokens_per_tile = self.get_hf_config().vision.tokens_per_tile
+        for max_partition in range(self.max_partition_limit, 1, -1):
+            grid = largest_grid(max_partition)
+            if num_image_tokens(*grid, tokens_per_tile) <= seq_len:
+                return max_partition
+        return 1
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        grid = largest_grid(self.get_profiled_max_partition(seq_len))
+        tokens_per_tile = self.get_hf_config().vision.tokens_per_tile
+        return {"image": num_image_tokens(*grid, tokens_per_tile)}
+
+
+class OvisDummyInputsBuilder(BaseDummyInputsBuilder[OvisProcessingInfo]):
+    """The smallest picture that becomes the most tiles."""
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return IMAGE_MARKER * mm_counts.get("image", 0)
+
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions],
+    ) -> MultiModalDataDict:
+        width, height = worst_case_image_size(
+            self.info.get_hf_config().vision.image_size,
+            self.info.get_profiled_max_partition(seq_len),
+        )
+        return {
+            "image": self._get_dummy_images(
+                width=width,
+                height=height,
+                num_images=mm_counts.get("image", 0),
+                overrides=mm_options.get("image"),  # type: ignore[arg-type]
+            )
+        }
+
+
+class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
+    """Tiles stay 8-bit; the engine normalises them."""
+
+    def _call_hf_processor(
+        self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
+        max_partition, threshold = self.info.get_image_kwargs(hf_kwargs)
+        side = self.info.ovis_processor.image_settings.side
+        images = [
+            tile_image(image, side, max_partition, threshold)
+            for image in hf_data["images"]  # type: ignore[attr-defined]
+        ]
+        pixels = [torch.from_numpy(image.pixels) for image in images]
+        rectangles = [torch.from_numpy(image.rectangles) for image in images]
+        return BatchFeature(
+            {
+                "pixel_values": torch.cat(pixels) if len(pixels) > 1 else pixels[0],
+                "rectangles": torch.cat(rectangles),
+                "grids": torch.tensor([image.grid for image in images]),
+            }
+        )
+
+    def _get_mm_fields_config(
+        self,
+        hf_inputs: BatchFeature,
+        hf_processor_mm_kwargs: Mapping[str, object],
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        grids = hf_inputs.get("grids", torch.empty((0, 2), dtype=torch.int64))
+        cells = grids.prod(-1)
+        tiles = cells + (cells > 1)
+        return {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", tiles),
+            "rectangles": MultiModalFieldConfig.flat_from_sizes("image", tiles),
+            "grids": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        }
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        pad_id = self.info.ovis_processor.image_pad_id
+        tokens_per_tile = self.info.get_hf_config().vision.tokens_per_tile
+
+        def placeholder(item_index: int) -> list[int]:
+            grid = out_mm_kwargs["image"][item_index]["grids"].data
+            assert isinstance(grid, torch.Tensor)
+            rows, columns = grid.tolist()
+            return [pad_id] * num_image_tokens(rows, columns, tokens_per_tile)
+
+        return [PromptReplacement("image", target=[pad_id], replacement=placeholder)]
+
+    def _maybe_apply_prompt_updates(
+        self, mm_items: MultiModalDataItems, mm_res: MultiModalProcessingResult
+    ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
+        num_images = mm_items.get_all_counts().get("image", 0)
+        if num_images:
+            prompt_ids = self._mark_images(mm_res.prompt_ids, num_images)
+            mm_res = mm_res._replace(prompt_ids=prompt_ids)
+        return super()._maybe_apply_prompt_updates(mm_items, mm_res)
+
+    def _mark_images(self, prompt_ids: list[int], num_images: int) -> list[int]:
+        """Put one pad token where each image goes.
+
+        An image goes where the prompt has a pad token or its text a literal "<image>".
+        Where there is a literal, the text is cut at it and its pieces are tokenised
+        separately, so that none merges with a mark (authors' behaviour). Both kinds
+        are counted together: a mark that a user typed is told, and never takes the
+        place of an image.
+
+        Args:
+            prompt_ids: The tokenised prompt.
+            num_images: Images of the request, at least one.
+
+        Raises:
+            VLLMValidationError: If the marks do not number `num_images`.
+
+        """
+        pad_id = self.info.ovis_processor.image_pad_id
+        tokenizer = self.info.get_tokenizer()
+        # Some tokenizers would tidy spaces away here, which would not be the text.
+        text = tokenizer.decode(
+            prompt_ids,
+            clean_up_tokenization_spaces=False,  # type: ignore[call-arg]
+        )
+        marked = prompt_ids
+        if IMAGE_MARKER in text:
+            first, *others = tokenize_with_markers(tokenizer, text)
+            marked = list(first)
+            for piece in others:
+                marked += [pad_id, *piece]
+        num_marks = marked.count(pad_id)
+        if num_marks != num_images:
+            raise VLLMValidationError(
+                f"The prompt has {num_marks} image mark(s), {IMAGE_MARKER!r} or "
+                f"{tokenizer.decode([pad_id])!r}, for {num_images} image(s); their "
+                "numbers must be equal.",
+                parameter="prompt",
+            )
+        return marked

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""AIMv2, the vision tower of Ovis2.
+
+Pre-norm transformer with RMSNorm and SwiGLU (https://arxiv.org/abs/2411.14402).
+Module names follow the checkpoint, so that adapters and quantization lists match.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
+
+from ..config import VisionConfig
+from .common import PatchEmbedding, TowerAttention, load_tower_weights
+
+
+class AIMv2MLP(nn.Module):
+    """fc2(silu(fc1 x) * fc3 x), with fc1 and fc3 as one product."""
+
+    def __init__(
+        self,
+        sizes: VisionConfig,
+        disable_tp: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.fc13 = MergedColumnParallelLinear(
+            sizes.hidden_size,
+            [sizes.intermediate_size] * 2,
+            bias=sizes.use_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.fc13",
+            disable_tp=disable_tp,
+            return_bias=False,
+        )
+        self.act = SiluAndMul()
+        self.fc2 = RowParallelLinear(
+            sizes.intermediate_size,
+            sizes.hidden_size,
+            bias=sizes.use_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.fc2",
+            disable_tp=disable_tp,
+            return_bias=False,
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[tiles, patches, hidden_size] to the same shape."""
+        return self.fc2(self.act(self.fc13(hidden_states)))
+
+
+class AIMv2Block(nn.Module):
+    """One layer; the residual travels beside the update to fuse add and norm."""
+
+    def __init__(
+        self,
+        sizes: VisionConfig,
+        disable_tp: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.norm_1 = RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.attn = TowerAttention(
+            sizes.hidden_size,
+            sizes.num_heads,
+            sizes.qkv_bias,
+            sizes.use_bias,
+            qkv_name="qkv",
+            proj_name="proj",
+            disable_tp=disable_tp,
+            quant_config=quant_config,
+            prefix=f"{prefix}.attn",
+        )
+        self.norm_2 = RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.mlp = AIMv2MLP(sizes, disable_tp, quant_config, f"{prefix}.mlp")
+
+    def forward(
+        self, update: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the previous layer's update, then attend and transform."""
+        hidden_states, residual = self.norm_1(update, residual)
+        update = self.attn(hidden_states)
+        hidden_states, residual = self.norm_2(update, residual)
+        return self.mlp(hidden_states), residual
+
+
+class AIMv2Patchifier(nn.Module):
+    """Patch embedding followed by RMSNorm."""
+
+    def __init__(self, sizes: VisionConfig) -> None:
+        super().__init__()
+        self.proj = PatchEmbedding(sizes.patch_size, sizes.hidden_size)
+        self.norm = RMSNorm(sizes.hidden_size, sizes.norm_eps)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """[tiles, patches, 3 * patch_size**2] to [tiles, patches, hidden_size]."""
+        return self.norm(self.proj(patches))
+
+
+class AIMv2Preprocessor(nn.Module):
+    """Patch embedding plus learned positions."""
+
+    def __init__(self, sizes: VisionConfig) -> None:
+        super().__init__()
+        self.patchifier = AIMv2Patchifier(sizes)
+        self.pos_embed = nn.Parameter(
+            torch.empty(1, sizes.patches_per_side**2, sizes.hidden_size),
+            requires_grad=False,
+        )
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """[tiles, patches, 3 * patch_size**2] to [tiles, patches, hidden_size]."""
+        return self.patchifier(patches) + self.pos_embed
+
+
+class AIMv2Trunk(nn.Module):
+    """The stack of layers, without the final norm that Ovis never applies."""
+
+    def __init__(
+        self,
+        sizes: VisionConfig,
+        disable_tp: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            AIMv2Block(sizes, disable_tp, quant_config, f"{prefix}.blocks.{index}")
+            for index in range(sizes.num_layers)
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[tiles, patches, hidden_size] to the same shape."""
+        residual, update = hidden_states, torch.zeros_like(hidden_states)
+        for block in self.blocks:
+            update, residual = block(update, residual)
+        return residual + update
+
+
+class AIMv2Tower(nn.Module):
+    """AIMv2 up to its last block."""
+
+    mapper = WeightsMapper(
+        orig_to_new_stacked={".fc1.": (".fc13.", 0), ".fc3.": (".fc13.", 1)}
+    )
+
+    def __init__(
+        self,
+        sizes: VisionConfig,
+        *,
+        disable_tp: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.preprocessor = AIMv2Preprocessor(sizes)
+        self.trunk = AIMv2Trunk(sizes, disable_tp, quant_config, f"{prefix}.trunk")
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Compute features of tiles.
+
+        Args:
+            patches: [tiles, patches, 3 * patch_size**2] in the model's dtype.
+
+        Returns:
+            [tiles, patches, hidden_size]: the last block's output, before the
+            tower's final norm (authors' behaviour).
+
+        """
+        return self.trunk(self.preprocessor(patches))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the tower's tensors, names relative to it."""
+        return load_tower_weights(
+            self, weights, self.mapper, unused_prefixes=("trunk.post_trunk_norm.",)
+        )

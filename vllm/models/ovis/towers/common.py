@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the vision towers share: patch embedding, attention and weight loading."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention.mm_encoder_attention import (
+    MMEncoderAttention,
+)
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.utils import WeightsMapper
+
+
+class PatchEmbedding(nn.Module):
+    """Convolution whose kernel equals its stride, as one matrix product.
+
+    Stays in the checkpoint's float type under every quantization: its input width
+    (588 for 14x14 patches) fits no quantized kernel's tile.
+    """
+
+    def __init__(self, patch_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(hidden_size, 3 * patch_size**2), requires_grad=False
+        )
+        self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.weight.weight_loader = self._load_convolution  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _load_convolution(param: torch.Tensor, loaded: torch.Tensor) -> None:
+        default_weight_loader(param, loaded.flatten(1))
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Embed flattened patches.
+
+        Args:
+            patches: Normalised pixels, [tiles, patches, 3 * patch_size**2], each
+                patch in (channel, row, column) order.
+
+        Returns:
+            [tiles, patches, hidden_size].
+
+        """
+        return nn.functional.linear(patches, self.weight, self.bias)
+
+
+class TowerAttention(nn.Module):
+    """Full self-attention among the patches of one tile."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        qkv_bias: bool,
+        proj_bias: bool,
+        *,
+        qkv_name: str,
+        proj_name: str,
+        disable_tp: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.head_size = hidden_size // num_heads
+        tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
+        self.num_heads = num_heads // tp_size
+        # The two projections keep the checkpoint's names, which differ between
+        # towers: adapters and quantization lists address modules by them.
+        self.qkv_name, self.proj_name = qkv_name, proj_name
+        setattr(
+            self,
+            qkv_name,
+            QKVParallelLinear(
+                hidden_size,
+                self.head_size,
+                num_heads,
+                bias=qkv_bias,
+                quant_config=quant_config,
+                prefix=f"{prefix}.{qkv_name}",
+                disable_tp=disable_tp,
+                return_bias=False,
+            ),
+        )
+        setattr(
+            self,
+            proj_name,
+            RowParallelLinear(
+                hidden_size,
+                hidden_size,
+                bias=proj_bias,
+                quant_config=quant_config,
+                prefix=f"{prefix}.{proj_name}",
+                disable_tp=disable_tp,
+                return_bias=False,
+            ),
+        )
+        self.attn = MMEncoderAttention(
+            self.num_heads, self.head_size, prefix=f"{prefix}.attn"
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Attend within each tile, [tiles, patches, hidden_size] to the same."""
+        qkv = getattr(self, self.qkv_name)(hidden_states)
+        query, key, value = qkv.chunk(3, dim=-1)
+        return getattr(self, self.proj_name)(self.attn(query, key, value))
+
+
+def load_tower_weights(
+    tower: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    mapper: WeightsMapper,
+    unused_prefixes: tuple[str, ...],
+) -> set[str]:
+    """Load every tensor of a tower, refusing one that has no place.
+
+    The engine's general loader drops unexpected biases in silence; in a tower that
+    would change the answers (`use_bias` checkpoints), so here each tensor is either
+    loaded, or stored by the authors without being used, or an error.
+
+    Args:
+        tower: The module to fill.
+        weights: Names relative to the tower, with their tensors.
+        mapper: Renames and stacked parts.
+        unused_prefixes: Modules that checkpoints store and the authors never apply.
+
+    Returns:
+        Names of the parameters that were loaded.
+
+    Raises:
+        ValueError: If a tensor belongs to no parameter.
+
+    """
+    params = dict(tower.named_parameters())
+    loaded: set[str] = set()
+    used = (item for item in weights if not item[0].startswith(unused_prefixes))
+    for name, tensor in mapper.apply(used):
+        if name not in params:
+            raise ValueError(
+                f"The checkpoint holds {name!r}, for which the vision tower "
+                f"{type(tower).__name__} has no parameter; check the bias options "
+                "and the number of layers in visual_tokenizer_config."
+            )
+        param = params[name]
+        weight_loader: Any = getattr(param, "weight_loader", default_weight_loader)
+        shard = (tensor.shard_id,) if hasattr(tensor, "shard_id") else ()
+        weight_loader(param, tensor, *shard)
+        loaded.add(name)
+    return loaded

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Tiles to visual embeddings: patches, tower, head, visual vocabulary.
+
+A tile's features are joined in squares of neighbours, projected to logits over a
+visual vocabulary, normalised, turned into a probability, and the probability-weighted
+sum of the visual embedding table's rows enters the text model
+(Ovis, https://arxiv.org/abs/2405.20797).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.models.vision import is_vit_use_data_parallel
+from vllm.utils.math_utils import cdiv, round_up
+
+from .config import NUM_INDICATORS, VisionConfig
+from .images import normalization_table
+from .ops import word_probabilities_
+from .towers.aimv2 import AIMv2Tower
+from .towers.siglip import SiglipTower
+
+TOWERS = {"aimv2": AIMv2Tower, "siglip": SiglipTower}
+
+VOCABULARY_ALIGNMENT = 64
+"""Rows of head and table are padded to a multiple of this on every rank: with the odd
+width V - 5 the matrix library falls back to a kernel eight times slower (measured on
+an H200: 14.1 ms against 1.8 ms for ten tiles)."""
+
+MAX_LOGITS_BYTES = 128 * 2**20
+"""Bound on the [tokens, vocabulary] buffer; tokens are taken in chunks below it."""
+
+
+class PatchNormalizer(nn.Module):
+    """8-bit tiles to normalised patches, bit-exact by construction.
+
+    Every value of a pixel has one normalised value per channel, computed once with the
+    authors' order of operations; the padding around a tile's picture is zero after
+    normalisation, which no pixel value maps to, and has a place of its own.
+    """
+
+    table: torch.Tensor
+    channel_start: torch.Tensor
+
+    def __init__(
+        self,
+        patch_size: int,
+        patches_per_side: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.patches_per_side = patches_per_side
+        table = torch.zeros(3, 257, dtype=torch.float32)
+        table[:, :256] = torch.from_numpy(normalization_table(mean, std))
+        self.register_buffer("table", table.flatten(), persistent=False)
+        self.register_buffer(
+            "channel_start", torch.arange(3, dtype=torch.int32) * 257, persistent=False
+        )
+
+    def forward(
+        self, pixels: torch.Tensor, rectangles: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Normalise tiles and cut them into patches.
+
+        Args:
+            pixels: uint8, [tiles, side, side, 3].
+            rectangles: int32, [tiles, 4]: top, left, height and width of the picture
+                inside its tile.
+            dtype: Type of the result; the normalisation itself is float32.
+
+        Returns:
+            [tiles, patches, 3 * patch_size**2], each patch in (channel, row, column)
+            order, patches row by row.
+
+        """
+        tiles, grid, patch = pixels.shape[0], self.patches_per_side, self.patch_size
+        used = grid * patch
+        position = torch.arange(used, device=pixels.device)
+        top, left, height, width = (part.unsqueeze(1) for part in rectangles.unbind(1))
+        in_rows = (position >= top) & (position < top + height)
+        in_columns = (position >= left) & (position < left + width)
+        inside = in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
+
+        index = pixels[:, :used, :used].int()
+        index = torch.where(inside.unsqueeze(3), index, 256) + self.channel_start
+        index = index.view(tiles, grid, patch, grid, patch, 3)
+        index = index.permute(0, 1, 3, 5, 2, 4).reshape(tiles, grid * grid, -1)
+        return self.table[index].to(dtype)
+
+
+def merge_neighbours(features: torch.Tensor, stride: int) -> torch.Tensor:
+    """Join stride x stride neighbouring features into one, row by row.
+
+    Args:
+        features: [tiles, side**2, channels], positions row by row.
+        stride: Side of the square; a grid it does not divide is padded with zeros at
+            the bottom and right (authors' behaviour).
+
+    Returns:
+        [tiles, ceil(side / stride)**2, stride**2 * channels], each block's features in
+        row-major order.
+
+    """
+    tiles, positions, channels = features.shape
+    side = round(positions**0.5)
+    features = features.view(tiles, side, side, channels)
+    missing = -side % stride
+    if missing:
+        features = F.pad(features, (0, 0, 0, missing, 0, missing))
+    blocks = (side + missing) // stride
+    features = features.view(tiles, blocks, stride, blocks, stride, channels)
+    return features.transpose(2, 3).reshape(
+        tiles, blocks * blocks, stride * stride * channels
+    )
+
+
+class VisualVocabulary(nn.Module):
+    """Head and embedding table, sharded over the visual vocabulary.
+
+    Each rank holds a contiguous part of the words: their rows in the head, their norm
+    parameters, and their rows in the table. Statistics of LayerNorm and softmax run
+    over exactly the real words of all ranks; padding takes no part.
+    """
+
+    def __init__(
+        self,
+        sizes: VisionConfig,
+        hidden_size: int,
+        *,
+        disable_tp: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
+        self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
+        self.tokenize_function = sizes.tokenize_function
+        self.num_words = sizes.num_visual_words
+        self.padded_words = round_up(
+            self.num_words, VOCABULARY_ALIGNMENT * self.tp_size
+        )
+        self.local_size = self.padded_words // self.tp_size
+        self.local_start = self.tp_rank * self.local_size
+        # Real words of this rank; a small vocabulary can leave the last rank none.
+        self.local_words = max(
+            0, min(self.local_size, self.num_words - self.local_start)
+        )
+
+        self.linear = ColumnParallelLinear(
+            sizes.merged_size,
+            self.padded_words,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.linear",
+            disable_tp=disable_tp,
+            return_bias=False,
+        )
+        self.norm_weight = self._parameter(self.local_words)
+        self.norm_bias = self._parameter(self.local_words)
+        self.norm_eps = 1e-5
+        self.table = self._parameter(self.local_size, hidden_size)
+        self.indicators = self._parameter(NUM_INDICATORS, hidden_size)
+
+    @staticmethod
+    def _parameter(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Turn joined features into visual embeddings.
+
+        Args:
+            features: [tokens, merged_size], the same on every rank.
+
+        Returns:
+            [tokens, hidden_size], the same on every rank.
+
+        """
+        row_bytes = self.local_size * features.element_size()
+        chunk = max(1, MAX_LOGITS_BYTES // row_bytes)
+        parts = [self._embed(part) for part in features.split(chunk)]
+        embeddings = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._sum_over_ranks(embeddings)
+
+    def _embed(self, features: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(features)
+        if self.tokenize_function == "softmax" and self.tp_size == 1:
+            word_probabilities_(
+                logits, self.num_words, self.norm_weight, self.norm_bias, self.norm_eps
+            )
+        else:
+            words = self._sharded_layer_norm(logits[:, : self.local_words])
+            # The authors add Gumbel noise even at inference for gumbel_argmax; its
+            # mode, the argmax, is what a server can reproduce.
+            logits[:, : self.local_words] = (
+                self._sharded_softmax(words)
+                if self.tokenize_function == "softmax"
+                else self._one_hot_argmax(words)
+            )
+            logits[:, self.local_words :] = 0
+        return logits @ self.table
+
+    def _sum_over_ranks(self, local: torch.Tensor) -> torch.Tensor:
+        return tensor_model_parallel_all_reduce(local) if self.tp_size > 1 else local
+
+    def _sharded_layer_norm(self, words: torch.Tensor) -> torch.Tensor:
+        dtype = words.dtype
+        words = words.float()
+        total = self._sum_over_ranks(words.sum(-1, keepdim=True))
+        centred = words - total / self.num_words
+        squares = self._sum_over_ranks(centred.square().sum(-1, keepdim=True))
+        normed = centred * torch.rsqrt(squares / self.num_words + self.norm_eps)
+        return (normed * self.norm_weight + self.norm_bias).to(dtype)
+
+    def _global_max(self, words: torch.Tensor) -> torch.Tensor:
+        if self.local_words:
+            local = words.amax(-1, keepdim=True)
+        else:
+            local = words.new_full((words.shape[0], 1), float("-inf"))
+        if self.tp_size == 1:
+            return local
+        return tensor_model_parallel_all_gather(local, dim=-1).amax(-1, keepdim=True)
+
+    def _sharded_softmax(self, words: torch.Tensor) -> torch.Tensor:
+        weights = torch.exp(words.float() - self._global_max(words).float())
+        total = self._sum_over_ranks(weights.sum(-1, keepdim=True))
+        return (weights / total).to(words.dtype)
+
+    def _one_hot_argmax(self, words: torch.Tensor) -> torch.Tensor:
+        hits = words == self._global_max(words)
+        # On a tie the lowest word wins, as argmax does, so that one row is taken.
+        first = hits & (hits.cumsum(-1) == 1)
+        if self.tp_size > 1:
+            found = hits.any(-1, keepdim=True).to(words.dtype)
+            found = tensor_model_parallel_all_gather(found, dim=-1)
+            first &= ~found[:, : self.tp_rank].bool().any(-1, keepdim=True)
+        return first.to(words.dtype)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load head (`0.weight`), norm (`1.weight`, `1.bias`) and table (`vte.weight`).
+
+        Names are those of the checkpoint, relative to `head` and the model's root.
+
+        Raises:
+            ValueError: If a tensor has another name or another number of rows.
+
+        """
+        loaded: set[str] = set()
+        stop = self.local_start + self.local_words
+        for name, tensor in weights:
+            expected = self.num_words
+            if name == "vte.weight":
+                expected += NUM_INDICATORS
+            if tensor.shape[0] != expected:
+                raise ValueError(
+                    f"Visual vocabulary tensor {name!r} has {tensor.shape[0]} rows; "
+                    f"vocab_size asks for {expected}."
+                )
+            if name.startswith("0."):
+                parameter: Any = self.linear.get_parameter(name.removeprefix("0."))
+                padding = self.padded_words - self.num_words
+                tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, padding))
+                parameter.weight_loader(parameter, tensor)
+                loaded.add(f"linear.{name.removeprefix('0.')}")
+            elif name in ("1.weight", "1.bias"):
+                target = "norm_" + name.removeprefix("1.")
+                getattr(self, target).data.copy_(tensor[self.local_start : stop])
+                loaded.add(target)
+            elif name == "vte.weight":
+                self.table.data[: self.local_words] = tensor[self.local_start : stop]
+                self.table.data[self.local_words :] = 0
+                self.indicators.data.copy_(tensor[-NUM_INDICATORS:])
+                loaded.update(("table", "indicators"))
+            else:
+                raise ValueError(f"Unknown visual vocabulary tensor {name!r}.")
+        return loaded
+
+
+class VisualTokenizer(nn.Module):
+    """Normalisation, tower and visual vocabulary."""
+
+    def __init__(
+        self,
+        sizes: VisionConfig,
+        hidden_size: int,
+        image_mean: Sequence[float],
+        image_std: Sequence[float],
+        *,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.stride = sizes.hidden_stride
+        # Also true where the heads do not divide among the ranks: then each rank takes
+        # whole tiles, which costs memory but wastes no time.
+        self.data_parallel = is_vit_use_data_parallel(sizes.num_heads)
+        self.normalizer = PatchNormalizer(
+            sizes.patch_size, sizes.patches_per_side, image_mean, image_std
+        )
+        self.backbone = TOWERS[sizes.tower](
+            sizes,
+            disable_tp=self.data_parallel,
+            quant_config=quant_config,
+            prefix=f"{prefix}.backbone",
+        )
+        self.head = VisualVocabulary(
+            sizes,
+            hidden_size,
+            disable_tp=self.data_parallel,
+            quant_config=quant_config,
+            prefix=f"{prefix}.head",
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type the tower computes in."""
+        return self.head.indicators.dtype
+
+    def forward(self, pixels: torch.Tensor, rectangles: torch.Tensor) -> torch.Tensor:
+        """Embed tiles.
+
+        Args:
+            pixels: uint8, [tiles, side, side, 3].
+            rectangles: int32, [tiles, 4]: top, left, height, width of each picture.
+
+        Returns:
+            [tiles, tokens_per_tile, hidden_size] in the model's dtype.
+
+        """
+        world_size = get_tp_group().world_size
+        if not self.data_parallel or world_size == 1:
+            return self._embed(pixels, rectangles)
+
+        tiles = pixels.shape[0]
+        share = cdiv(tiles, world_size)
+        missing = share * world_size - tiles
+        first = get_tensor_model_parallel_rank() * share
+        pixels = F.pad(pixels, (0, 0) * 3 + (0, missing))[first : first + share]
+        rectangles = F.pad(rectangles, (0, 0, 0, missing))[first : first + share]
+        embeddings = self._embed(pixels, rectangles)
+        return tensor_model_parallel_all_gather(embeddings, dim=0)[:tiles]
+
+    def _embed(self, pixels: torch.Tensor, rectangles: torch.Tensor) -> torch.Tensor:
+        patches = self.normalizer(pixels, rectangles, self.dtype)
+        features = merge_neighbours(self.backbone(patches), self.stride)
+        embeddings = self.head(features.flatten(0, 1))
+        return embeddings.view(pixels.shape[0], -1, self.hidden_size)
