@@ -3,6 +3,7 @@
 #include "sweep.h"
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 
 namespace ovis {
@@ -137,6 +138,7 @@ ovis_tiler_rows Band::next_block() const {
 }
 
 ovis_tiler_rows Band::needs() const {
+  if (is_copy()) return {job_.top + y_, job_.top + y_ + 1};
   ovis_tiler_rows rows = next_block();
   if (axes_.identity != nullptr) {
     rows = {axes_.vertical->first[rows.top],
@@ -146,20 +148,42 @@ ovis_tiler_rows Band::needs() const {
 }
 
 void Band::advance(const ovis_tiler_strip& strip) {
-  if (done()) return;
-  for (;;) {
-    const Windows& vertical = *second_;
-    while (vertical.starts[y_] + vertical.groups <= next_group_) {
+  while (!done()) {
+    const bool has_groups =
+        !is_copy() && second_->starts[y_] + second_->groups <= next_group_;
+    if (has_groups) {
       make_row();
-      if (++y_ == end_) {
-        memory_.reset();
-        return;
-      }
+      ++y_;
+      continue;
     }
     const ovis_tiler_rows rows = needs();
     if (rows.top < strip.top || rows.bottom > strip.top + strip.height) return;
-    make_block(strip);
+    if (is_copy()) {
+      copy_row(strip);
+      ++y_;
+    } else {
+      make_block(strip);
+    }
   }
+  memory_.reset();
+}
+
+// Both passes would leave every byte as it is.
+bool Band::is_copy() const {
+  return job_.width == job_.out_width && job_.height == job_.out_height;
+}
+
+void Band::copy_row(const ovis_tiler_strip& strip) {
+  const int bytes_per_pixel = strip.bytes_per_pixel;
+  const uint8_t* in = strip.data + ptrdiff_t{job_.left} * bytes_per_pixel +
+                      (ptrdiff_t{job_.top} + y_ - strip.top) * strip.row_stride;
+  uint8_t* out = job_.out + y_ * job_.out_stride;
+  // Four bytes at a time, of which the next pixel takes the last back.
+  for (int x = 0; x + 1 < job_.width; ++x) {
+    std::memcpy(out + ptrdiff_t{x} * kChannels, in, kMostBytesPerPixel);
+    in += bytes_per_pixel;
+  }
+  std::memcpy(out + (ptrdiff_t{job_.width} - 1) * kChannels, in, kChannels);
 }
 
 void Band::make_block(const ovis_tiler_strip& strip) {

@@ -95,6 +95,8 @@ class Band {
   ovis_tiler_rows next_block() const;
   void make_block(const ovis_tiler_strip& strip);
   void make_row();
+  bool is_copy() const;
+  void copy_row(const ovis_tiler_strip& strip);
 
   ovis_tiler_job job_;
   int picture_width_;

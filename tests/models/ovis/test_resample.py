@@ -35,6 +35,7 @@ from vllm.models.ovis.tiler import (
     PixelView,
     Plan,
     Target,
+    keep_pictures_in_one_piece,
     resize_with_library,
 )
 
@@ -172,9 +173,29 @@ def test_sizes_of_a_server(library, instruction_set, size, out, kind):
     np.testing.assert_array_equal(got, expected_content(*case))
 
 
+@pytest.fixture
+def block_size(monkeypatch):
+    """Pillow's own block size, and a way to change it for one test."""
+    monkeypatch.delenv("PILLOW_BLOCK_SIZE", raising=False)
+    before = Image.core.get_block_size()
+    Image.core.set_block_size(16 << 20)
+    yield Image.core.set_block_size
+    Image.core.set_block_size(before)
+
+
 @needs_library
-def test_picture_in_several_blocks(library):
-    """Over 16 MB Pillow does not keep the rows together."""
+def test_large_pictures_are_kept_in_one_piece(block_size, monkeypatch):
+    assert PixelView.in_place(picture("flat", 2500, 2000)) is None
+    keep_pictures_in_one_piece()
+    assert PixelView.in_place(picture("flat", 2500, 2000)) is not None
+    block_size(1 << 20)
+    monkeypatch.setenv("PILLOW_BLOCK_SIZE", "1m")
+    keep_pictures_in_one_piece()
+    assert PixelView.in_place(picture("flat", 2500, 2000)) is None
+
+
+@needs_library
+def test_picture_in_several_blocks(library, block_size):
     image = picture("noise", 2500, 2000)
     assert PixelView.in_place(image) is None
     targets = [

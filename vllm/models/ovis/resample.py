@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from .tiler import BEST, LIBRARY_PATH, Library, Target, resize_with_library
+from .tiler import (
+    BEST,
+    LIBRARY_PATH,
+    Library,
+    Target,
+    keep_pictures_in_one_piece,
+    resize_with_library,
+)
 from .tiling import Box
 
 logger = logging.getLogger(__name__)
@@ -160,6 +167,7 @@ def _load_library(path: Path) -> Library | None:
     except (OSError, ValueError) as error:
         reason = str(error)
     if reason is None:
+        keep_pictures_in_one_piece()
         return library
     logger.warning(
         "Pictures are resized by Pillow, not by the faster tiler: %s", reason
