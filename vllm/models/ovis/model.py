@@ -31,6 +31,7 @@ from .inputs import (
     OvisProcessingInfo,
 )
 from .processor import ImageSettings
+from .quantization import visual_quant_config
 from .tiling import IMAGE_MARKER, TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
 
@@ -79,7 +80,7 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
                 config.llm_config.hidden_size,
                 images.mean,
                 images.std,
-                quant_config=vllm_config.quant_config,
+                quant_config=visual_quant_config(vllm_config.quant_config),
                 prefix=maybe_prefix(prefix, "visual_tokenizer"),
             )
         with self._mark_language_model(vllm_config):

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which quantization settings reach the tower and the visual vocabulary."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.model_executor.layers.quantization import QuantizationConfig
+
+VISUAL_PART = "visual_tokenizer"
+
+_LISTS_WHAT_IT_SKIPS = frozenset(
+    {
+        "compressed-tensors",
+        "fbgemm_fp8",
+        "fp8",
+        "modelopt",
+        "modelopt_fp4",
+        "modelopt_mxfp8",
+        "modelopt_mixed",
+        "quark",
+    }
+)
+"""Formats whose checkpoints name every layer that stays in a float type."""
+
+
+def visual_quant_config(
+    quant_config: QuantizationConfig | None,
+) -> QuantizationConfig | None:
+    """Quantization settings for the tower, the head and the table.
+
+    The published GPTQ checkpoints quantize the text model alone, and neither say so nor
+    list its layers in names that a tower's could not match (SigLIP, too, has
+    `self_attn.q_proj`). So the visual parts stay as they are stored unless
+
+    - the format names the layers that it skips, or
+    - the settings name the visual parts: a GPTQ checkpoint's list of modules, or the
+      `targets` of quantization at load time.
+
+    Returns:
+        The settings themselves, or None where the visual parts are not quantized.
+
+    """
+    if quant_config is None:
+        return None
+    if quant_config.get_name() in _LISTS_WHAT_IT_SKIPS:
+        return quant_config
+    # A checkpoint's settings may carry others for what it left in a float type.
+    at_load_time = quant_config.online_quantization_config
+    if _names_visual_part(quant_config) or _names_visual_part(at_load_time):
+        return quant_config
+    return None
+
+
+def _names_visual_part(quant_config: Any) -> bool:
+    modules = getattr(quant_config, "modules_in_block_to_quantize", None) or []
+    args = getattr(quant_config, "args", None)
+    targets = getattr(args, "targets", None) or {}
+    return any(VISUAL_PART in name for name in (*_flat(modules), *targets))
+
+
+def _flat(names: Iterable[Any]) -> Iterable[str]:
+    for name in names:
+        if isinstance(name, str):
+            yield name
+        else:
+            yield from _flat(name)
