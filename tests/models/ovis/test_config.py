@@ -13,6 +13,7 @@ from tests.models.ovis.checkpoints import GPTQ_BITS, PUBLISHED, config_json
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.models.ovis.config import OvisConfig, VisionConfig, authors_visual_config
 from vllm.models.ovis.visual_tokenizer import VOCABULARY_ALIGNMENT, padded_words
+from vllm.transformers_utils.chat_templates import get_chat_template_fallback_path
 from vllm.transformers_utils.config import get_config
 
 VARIANTS = [(name, None) for name in PUBLISHED] + list(GPTQ_BITS.items())
@@ -172,8 +173,15 @@ def test_converted_layout_fills_in_what_its_files_leave_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("hidden_act", "gelu"), ("num_visual_indicator_tokens", 4)]
+    ("key", "value"),
+    [("hidden_act", "gelu"), ("num_visual_indicator_tokens", 4), ("qkv_bias", True)],
 )
 def test_converted_layout_of_another_model_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{key} must be .*, got {value!r}"):
+    with pytest.raises(ValueError, match=f"{key} .*must be .*, got {value!r}"):
         authors_visual_config({key: value})
+
+
+def test_both_layouts_have_a_chat_template_to_fall_back_on() -> None:
+    fallback = get_chat_template_fallback_path("ovis", "any/name")
+    assert fallback is not None and fallback.name == "template_ovis.jinja"
+    assert get_chat_template_fallback_path("ovis2", "any/name") == fallback

@@ -249,8 +249,8 @@ def authors_visual_config(vision_config: dict[str, Any]) -> dict[str, Any]:
     """Write the converted layout's `vision_config` as `visual_tokenizer_config`.
 
     Raises:
-        ValueError: If the tower's activation or the number of indicator rows is not
-            that of the authors' models.
+        ValueError: If the tower's activation, its biases or the number of indicator
+            rows are not those of the authors' models.
 
     """
     given = {**_CONVERTED_VISION_DEFAULTS, **vision_config}
@@ -262,6 +262,13 @@ def authors_visual_config(vision_config: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"vision_config.{key} must be {needed!r}, got {given[key]!r}."
             )
+    if given["qkv_bias"] != given["mlp_bias"]:
+        # There qkv_bias covers the output projection too, which the authors' use_bias
+        # does; no published checkpoint has either.
+        raise ValueError(
+            "vision_config.qkv_bias and mlp_bias must be equal, got "
+            f"{given['qkv_bias']!r} and {given['mlp_bias']!r}."
+        )
     tower_keys = (
         "hidden_size",
         "intermediate_size",
