@@ -30,7 +30,7 @@ from .inputs import (
     OvisProcessingInfo,
 )
 from .processor import ImageSettings
-from .quantization import visual_quant_config
+from .quantization import check_gptq_backend, visual_quant_config
 from .tiling import IMAGE_MARKER, TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
 from .weight_names import CHECKPOINT_NAMES
@@ -77,6 +77,7 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
             vllm_config.model_config.hf_image_processor_config
         )
         self.config = config
+        check_gptq_backend(vllm_config.quant_config)
 
         with self._mark_tower_model(vllm_config, "image"):
             self.visual_tokenizer = VisualTokenizer(

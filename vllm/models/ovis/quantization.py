@@ -5,7 +5,13 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+    check_marlin_supported,
+)
+from vllm.platforms import current_platform
 
 VISUAL_PART = "visual_tokenizer"
 
@@ -50,6 +56,34 @@ def visual_quant_config(
     if _names_visual_part(quant_config) or _names_visual_part(at_load_time):
         return quant_config
     return None
+
+
+def check_gptq_backend(quant_config: QuantizationConfig | None) -> None:
+    """Refuse a GPTQ checkpoint that this machine has no kernel for.
+
+    Raises:
+        ValueError: With what the checkpoint needs, and what serves it.
+
+    """
+    if quant_config is None or quant_config.get_name() != "auto_gptq":
+        return
+    settings: Any = quant_config
+    # The engine's CPU library for AVX2 has no such kernel.
+    has_kernels = not current_platform.is_cpu() or has_cpu_kernel()
+    if has_kernels and check_marlin_supported(settings.quant_type, settings.group_size):
+        return
+    raise ValueError(
+        f"This GPTQ checkpoint has {settings.weight_bits} bits in groups of "
+        f"{settings.group_size}; vLLM has no kernel for that on "
+        f"{current_platform.device_type!r}. CUDA GPUs of compute capability 7.5 and "
+        "above serve 4 and 8 bits in groups of 32, 64, 128 or whole columns, CPUs with "
+        "AVX-512 serve 4 bits in such groups."
+    )
+
+
+def has_cpu_kernel() -> bool:
+    """Whether the engine's CPU library multiplies with 4-bit weights."""
+    return hasattr(torch.ops._C, "cpu_gemm_wna16")
 
 
 def _names_visual_part(quant_config: Any) -> bool:
