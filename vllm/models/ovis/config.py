@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Configuration of Ovis 1.6 and Ovis 2 in the authors' file layout."""
+"""Configuration of Ovis 1.6 and Ovis 2, in the authors' and in the converted layout.
+
+docs/checkpoints.md compares the layouts.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,7 +101,7 @@ class VisionConfig:
                 f"supported: {list(TOKENIZE_FUNCTIONS)}."
             )
         for option in ("drop_cls_token", "depths"):
-            # Neither tower has a class token, and no published checkpoint
+            # Neither tower has a class token to drop, and no published checkpoint
             # mixes features of several depths.
             if config.get(option):
                 raise ValueError(
@@ -168,6 +171,7 @@ class OvisConfig(PreTrainedConfig):
         hidden_size: int | None = None,
         conversation_formatter_class: str | None = None,
         disable_tie_weight: bool = False,
+        image_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(llm_config, PreTrainedConfig):
@@ -195,6 +199,8 @@ class OvisConfig(PreTrainedConfig):
         self.hidden_size = hidden_size or llm_config.hidden_size
         self.conversation_formatter_class = conversation_formatter_class
         self.disable_tie_weight = disable_tie_weight
+        # The token that holds image positions, where a layout names one.
+        self.image_token_id = image_token_id
         kwargs["tie_word_embeddings"] = llm_config.tie_word_embeddings
         super().__init__(**kwargs)
 
@@ -217,3 +223,96 @@ class OvisConfig(PreTrainedConfig):
         if self.llm_config.model_type == "gemma2":
             return self.llm_config.hidden_size**0.5
         return None
+
+
+_CONVERTED_VISION_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "image_size": 224,
+    "patch_size": 14,
+    "rms_norm_eps": 1e-5,
+    "qkv_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "vocab_size": 16384,
+    "hidden_stride": 1,
+    "num_visual_indicator_tokens": NUM_INDICATORS,
+    "tokenize_function": "softmax",
+}
+"""What a key missing from the converted layout's `vision_config` means: files written
+by transformers 4 leave defaults out."""
+
+
+def authors_visual_config(vision_config: dict[str, Any]) -> dict[str, Any]:
+    """Write the converted layout's `vision_config` as `visual_tokenizer_config`.
+
+    Raises:
+        ValueError: If the tower's activation, its biases or the number of indicator
+            rows are not those of the authors' models.
+
+    """
+    given = {**_CONVERTED_VISION_DEFAULTS, **vision_config}
+    for key, needed in (
+        ("hidden_act", "silu"),
+        ("num_visual_indicator_tokens", NUM_INDICATORS),
+    ):
+        if given[key] != needed:
+            raise ValueError(
+                f"vision_config.{key} must be {needed!r}, got {given[key]!r}."
+            )
+    if given["qkv_bias"] != given["mlp_bias"]:
+        # There qkv_bias covers the output projection too, which the authors' use_bias
+        # does; no published checkpoint has either.
+        raise ValueError(
+            "vision_config.qkv_bias and mlp_bias must be equal, got "
+            f"{given['qkv_bias']!r} and {given['mlp_bias']!r}."
+        )
+    tower_keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "image_size",
+        "patch_size",
+        "rms_norm_eps",
+        "qkv_bias",
+    )
+    return {
+        "model_type": "aimv2_visual_tokenizer",
+        "vocab_size": given["vocab_size"],
+        "hidden_stride": given["hidden_stride"],
+        "tokenize_function": given["tokenize_function"],
+        "backbone_config": {
+            "model_type": "aimv2",
+            **{key: given[key] for key in tower_keys},
+            "use_bias": given["mlp_bias"],
+        },
+    }
+
+
+class Ovis2HfConfig(OvisConfig):
+    """Ovis 2 in the layout of transformers' own port (`model_type` "ovis2").
+
+    Only names differ from the authors' layout, so after construction it is an
+    `OvisConfig` like any other. As in that port, the outer `tie_word_embeddings`
+    decides, and the text model's own is not looked at.
+    """
+
+    model_type = "ovis2"
+
+    def __init__(
+        self,
+        text_config: dict[str, Any] | None = None,
+        vision_config: dict[str, Any] | None = None,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        text_config = {"model_type": "qwen2", **(text_config or {})}
+        text_config["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(
+            llm_config=text_config,
+            visual_tokenizer_config=authors_visual_config(vision_config or {}),
+            **kwargs,
+        )

@@ -103,6 +103,7 @@ class OvisProcessingInfo(BaseProcessingInfo):
             settings,
             config.vision.tokens_per_tile,
             config.llm_config.model_type,
+            config.image_token_id,
         )
 
     def get_hf_processor(self, **kwargs: object) -> OvisProcessor:  # type: ignore[override]

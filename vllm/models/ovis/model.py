@@ -16,7 +16,6 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
-    WeightsMapper,
     init_vllm_registered_model,
     maybe_prefix,
 )
@@ -31,8 +30,10 @@ from .inputs import (
     OvisProcessingInfo,
 )
 from .processor import ImageSettings
+from .quantization import check_gptq_backend, visual_quant_config
 from .tiling import IMAGE_MARKER, TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
+from .weight_names import CHECKPOINT_NAMES
 
 
 class OvisImageInputs(TensorSchema):
@@ -60,9 +61,13 @@ class OvisImageInputs(TensorSchema):
 class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
     """Ovis 1.6 (SigLIP) and Ovis 2 (AIMv2)."""
 
-    hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_prefix={"vte.": "visual_tokenizer.head.vte."}
-    )
+    hf_to_vllm_mapper = CHECKPOINT_NAMES
+    # Quantization lists name the parts that the text models and towers fuse.
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+        "fc13": ["fc1", "fc3"],
+    }
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -72,6 +77,7 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
             vllm_config.model_config.hf_image_processor_config
         )
         self.config = config
+        check_gptq_backend(vllm_config.quant_config)
 
         with self._mark_tower_model(vllm_config, "image"):
             self.visual_tokenizer = VisualTokenizer(
@@ -79,7 +85,7 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
                 config.llm_config.hidden_size,
                 images.mean,
                 images.std,
-                quant_config=vllm_config.quant_config,
+                quant_config=visual_quant_config(vllm_config.quant_config),
                 prefix=maybe_prefix(prefix, "visual_tokenizer"),
             )
         with self._mark_language_model(vllm_config):

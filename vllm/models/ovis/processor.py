@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Ovis 1.6 and 2 inputs without an engine: chat text, token ids and tiles.
 
-`OvisProcessor` reads a checkpoint in the authors' layout (config.json,
+`OvisProcessor` reads a checkpoint in any of its file layouts (config.json,
 preprocessor_config.json, tokenizer) and gives what the engine's own preprocessing
 gives: the same ids, the same bytes. The functions in front of it are what the two
 share.
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, BatchFeature
+from transformers.models.auto.image_processing_auto import get_image_processor_config
 from transformers.utils.hub import cached_file
 
 from .chat import Message, format_conversation, turn_format
@@ -220,6 +221,7 @@ class OvisProcessor:
         image_settings: ImageSettings,
         tokens_per_tile: int,
         text_model_type: str,
+        image_pad_id: int | None = None,
     ) -> None:
         """Put a processor together.
 
@@ -228,6 +230,8 @@ class OvisProcessor:
             image_settings: Side of a tile and its normalisation.
             tokens_per_tile: Tokens that stand for one tile.
             text_model_type: `model_type` of the text model: qwen2, gemma2 or llama.
+            image_pad_id: Token at image positions, where config.json names one
+                (`image_token_id`); else the family's own is looked up.
 
         Raises:
             ValueError: Another type of text model, or no pad token in the tokenizer.
@@ -236,37 +240,37 @@ class OvisProcessor:
         self.tokenizer = tokenizer
         self.image_settings = image_settings
         self.tokens_per_tile = tokens_per_tile
-        self.image_pad_id = resolve_image_pad_id(tokenizer, text_model_type)
+        if image_pad_id is None:
+            image_pad_id = resolve_image_pad_id(tokenizer, text_model_type)
+        self.image_pad_id = image_pad_id
         self._turn_format = turn_format(text_model_type)
 
     @classmethod
     def from_pretrained(
         cls, path: str, *, revision: str | None = None
     ) -> "OvisProcessor":
-        """Read a checkpoint in the authors' layout; its code is never run.
+        """Read a checkpoint; its code is never run.
 
         Args:
             path: Folder, or name on the hub.
             revision: Branch, tag or commit on the hub.
 
         Raises:
-            OSError: A file is missing.
-            ValueError: The files are not those of an Ovis 1.6 or 2 checkpoint.
+            OSError: config.json is missing.
+            ValueError: The files are not those of an Ovis 1.6 or 2 checkpoint, or say
+                nothing of its tiles.
 
         """
         config = _read_json(path, "config.json", revision)
         try:
-            visual = config["visual_tokenizer_config"]
-            patch_size = visual["backbone_config"]["patch_size"]
-            hidden_stride = visual["hidden_stride"]
-            text_model_type = config["llm_config"]["model_type"]
+            patch_size, hidden_stride, text_model_type = _sizes(config)
         except KeyError as error:
             raise ValueError(
-                f"config.json of {path} is not that of an Ovis 1.6 or 2 checkpoint in "
-                f"the authors' layout: it has no {error}"
+                f"config.json of {path} is not that of an Ovis 1.6 or 2 checkpoint: "
+                f"it has no {error}"
             ) from error
         settings = ImageSettings.from_preprocessor_config(
-            _read_json(path, "preprocessor_config.json", revision)
+            get_image_processor_config(path, revision=revision)
         )
         turn_format(text_model_type)  # Refuses a text model that is none of ours.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -282,6 +286,7 @@ class OvisProcessor:
             settings,
             tokens_per_tile(settings.side, patch_size, hidden_stride),
             text_model_type,
+            config.get("image_token_id"),
         )
 
     def apply_chat_template(
@@ -385,6 +390,25 @@ def _read_json(path: str, name: str, revision: str | None) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} has no file {name}")
     with open(file, encoding="utf-8") as stream:
         return json.load(stream)
+
+
+def _sizes(config: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Patch size, hidden stride and type of the text model, in either layout."""
+    if config.get("model_type") == "ovis2":
+        # transformers' own port; what its files leave out has its defaults.
+        vision = config["vision_config"]
+        text_model_type = config["text_config"].get("model_type", "qwen2")
+        return (
+            vision.get("patch_size", 14),
+            vision.get("hidden_stride", 1),
+            text_model_type,
+        )
+    visual = config["visual_tokenizer_config"]
+    return (
+        visual["backbone_config"]["patch_size"],
+        visual["hidden_stride"],
+        config["llm_config"]["model_type"],
+    )
 
 
 def _assign_images(markers: list[int], images: Any) -> list[Picture]:

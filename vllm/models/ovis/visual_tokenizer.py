@@ -44,6 +44,11 @@ MAX_LOGITS_BYTES = 128 * 2**20
 """Bound on the [tokens, vocabulary] buffer; tokens are taken in chunks below it."""
 
 
+def padded_words(num_words: int, tp_size: int) -> int:
+    """Rows of head and table over all ranks, equally many and aligned on each."""
+    return round_up(num_words, VOCABULARY_ALIGNMENT * tp_size)
+
+
 class PatchNormalizer(nn.Module):
     """8-bit tiles to normalised patches, bit-exact by construction.
 
@@ -151,9 +156,7 @@ class VisualVocabulary(nn.Module):
         self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
         self.tokenize_function = sizes.tokenize_function
         self.num_words = sizes.num_visual_words
-        self.padded_words = round_up(
-            self.num_words, VOCABULARY_ALIGNMENT * self.tp_size
-        )
+        self.padded_words = padded_words(self.num_words, self.tp_size)
         self.local_size = self.padded_words // self.tp_size
         self.local_start = self.tp_rank * self.local_size
         # Real words of this rank; a small vocabulary can leave the last rank none.

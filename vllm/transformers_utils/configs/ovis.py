@@ -2,6 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Configuration of Ovis 1.6 and 2; the code lives in `vllm.models.ovis`."""
 
-from vllm.models.ovis.config import OvisConfig
+from vllm.models.ovis.config import Ovis2HfConfig, OvisConfig
 
-__all__ = ["OvisConfig"]
+__all__ = ["Ovis2HfConfig", "OvisConfig"]

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ..config import VisionConfig
@@ -119,6 +120,14 @@ class AIMv2Preprocessor(nn.Module):
             torch.empty(1, sizes.patches_per_side**2, sizes.hidden_size),
             requires_grad=False,
         )
+        self.pos_embed.weight_loader = self._load_positions  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _load_positions(param: torch.Tensor, loaded: torch.Tensor) -> None:
+        # The converted layout stores the table without the leading axis.
+        if loaded.dim() == 2:
+            loaded = loaded.unsqueeze(0)
+        default_weight_loader(param, loaded)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """[tiles, patches, 3 * patch_size**2] to [tiles, patches, hidden_size]."""
@@ -153,7 +162,14 @@ class AIMv2Tower(nn.Module):
     """AIMv2 up to its last block."""
 
     mapper = WeightsMapper(
-        orig_to_new_stacked={".fc1.": (".fc13.", 0), ".fc3.": (".fc13.", 1)}
+        orig_to_new_stacked={
+            ".fc1.": (".fc13.", 0),
+            ".fc3.": (".fc13.", 1),
+            # Apart in the converted layout only; the authors store them as one.
+            ".q_proj.": (".qkv.", "q"),
+            ".k_proj.": (".qkv.", "k"),
+            ".v_proj.": (".qkv.", "v"),
+        }
     )
 
     def __init__(
