@@ -122,7 +122,7 @@ def _odd_url(rng: random.Random) -> str:
     palette = picture(rng.randrange(6)).convert("P")
     return rng.choice(
         (
-            *("", "data:", "data:image/png;base64,", "data:image/png,abc", whole[:-7]),
+            *("", "data:", "data:image/png;base64,", whole[:-7]),
             f"{head},{pybase64.b64encode(cut).decode()}",
             f"{head},{pybase64.b64encode(bytes(flipped)).decode()}",
             f"{head},{pybase64.b64encode(b'no picture').decode()}",

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Serving features, in process: each works as documented or says clearly no."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,6 +194,14 @@ def test_an_adapter_of_the_head_is_refused(lora_engine: LLM, written: Adapters) 
         lora_engine.llm_engine.add_lora(lora_request(written.head, 3))
 
 
+def test_a_tower_adapter_is_not_served_in_part(written: Adapters) -> None:
+    """Without the option for towers, an adapter of the tower is refused at load."""
+    with started(enable_lora=True) as llm:
+        with pytest.raises(ValueError, match=r"attn\.qkv.*--enable-tower-connector"):
+            llm.llm_engine.add_lora(lora_request(written.tower, 1))
+        assert llm.llm_engine.add_lora(lora_request(written.text, 2))
+
+
 def test_tower_adapters_need_a_tower_that_every_rank_shares() -> None:
     """Refused at start where each rank encodes tiles of its own."""
     from vllm.models.ovis.model import Ovis
@@ -244,10 +253,67 @@ def test_language_model_only(written: Adapters) -> None:
         assert greedy_tokens(llm, [as_request(text)]) == [
             golden_greedy(CHECKPOINT)["no_image"]
         ]
-        with pytest.raises(ValueError, match="image"):
+        with pytest.raises(ValueError, match="text-only"):
             llm.generate(as_request(picture), GREEDY)
-        with pytest.raises(ValueError, match=r"trunk\.blocks\.0.*--enable-tower"):
+        with pytest.raises(ValueError, match=r"trunk\.blocks\.0\.attn\.qkv"):
             llm.llm_engine.add_lora(lora_request(written.tower, 1))
+
+
+def embed_tiles(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Visual embeddings of prepared tiles, and the names of the text model's weights.
+
+    Args:
+        model: The engine's.
+        tensors: pixel_values and rectangles.
+
+    """
+    with torch.inference_mode():
+        visual = model.visual_tokenizer(tensors["pixel_values"], tensors["rectangles"])
+    text = [name for name, _ in model.named_parameters() if name.startswith("llm.")]
+    return visual.numpy(), text
+
+
+def test_encoder_only() -> None:
+    """The tower gives the authors' embeddings, and no text model takes memory."""
+    from vllm.models.ovis import OvisProcessor
+
+    (case,) = cases("two_different_grids")
+    request = as_request(case)
+    batch = OvisProcessor.from_pretrained(str(FOLDER))(
+        text=request["prompt"],
+        images=request["multi_modal_data"]["image"],
+        max_partition=case["max_partition"],
+    )
+    tensors = {
+        name: torch.from_numpy(batch[name]) for name in ("pixel_values", "rectangles")
+    }
+    with started(mm_encoder_only=True) as llm:
+        embed = functools.partial(embed_tiles, tensors=tensors)
+        ((visual, text),) = llm.apply_model(embed)
+    assert not text
+    expected = golden.arrays()[f"{CHECKPOINT}/{case['name']}/visual_embeds"]
+    assert relative_error(visual, expected) < TOLERANCE
+
+
+# New weights
+
+
+def test_reloaded_weights_answer(tmp_path: Path) -> None:
+    """Weights of another checkpoint replace those of text model, tower and head."""
+    everything = adapters.TEXT + adapters.TOWER + adapters.HEAD
+    change = adapters.write_adapter(tmp_path / "all", FOLDER, everything, seed=5)
+    chosen = cases(*MIXED)
+    expected = [merged_logits(tmp_path, change, case) for case in chosen]
+    with started() as llm:
+        requests = [as_request(case) for case in chosen]
+        before = first_logits(llm, requests)
+        merged = str(tmp_path / "merged-all")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": merged})
+        llm.reset_prefix_cache()
+        after = first_logits(llm, requests)
+    for old, new, right in zip(before, after, expected, strict=True):
+        assert relative_error(new, right) < TOLERANCE
+        assert relative_error(old, right) > 100 * TOLERANCE
 
 
 # Speculative decoding

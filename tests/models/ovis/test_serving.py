@@ -38,6 +38,9 @@ def url() -> Iterator[str]:
         *("--max-num-batched-tokens", "128"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         "--enable-prompt-tokens-details",
+        # A model that was never trained would fill its answers with white space.
+        *("--structured-outputs-config.backend", "xgrammar"),
+        "--structured-outputs-config.disable_any_whitespace=true",
     ) as address:
         yield address
 
@@ -95,7 +98,7 @@ def test_structured_output(url: str) -> None:
 
 TOOL = {
     "type": "function",
-    "function": {"name": "paint", "description": "Paints.", "parameters": COLOURS},
+    "function": {"name": "paint", "parameters": COLOURS, "strict": True},
 }
 
 
@@ -136,7 +139,7 @@ def test_tool_result_in_the_history(url: str) -> None:
 
 def test_prefix_cache_tells_pictures_apart(url: str) -> None:
     """The same picture is remembered; one that differs in a pixel is another."""
-    first = picture(7)
+    first = picture(7).resize((448, 448))
     other = first.copy()
     red, green, blue = other.getpixel((0, 0))
     other.putpixel((0, 0), (red ^ 1, green, blue))
@@ -145,11 +148,12 @@ def test_prefix_cache_tells_pictures_apart(url: str) -> None:
         usage = chat(
             url, user_message(image_part(image), text_part("What do you see?"))
         ).json()["usage"]
+        assert usage["prompt_tokens"] > 256
         return (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
-    before = cached_tokens(first)
-    assert cached_tokens(first) > max(before, 128)
-    assert cached_tokens(other) == before
+    assert cached_tokens(first) == 0
+    assert cached_tokens(first) > 0
+    assert cached_tokens(other) == 0
 
 
 def test_streamed_tokens_are_counted(url: str) -> None:
