@@ -4,6 +4,7 @@
 # make setup   the fork and all it needs in .venv
 # make demo    a server on the demo checkpoint answers questions about two pictures
 # make serve   vllm serve; MODEL=name-or-path PORT=8000 ARGS="..."
+# make load    a server under load for minutes; MODEL=..., ARGS="--minutes 4"
 # make test    lint, types, tests, checks of the series
 # make wheel   the fork's wheel in dist/
 # make clean   remove what the others made, downloads included
@@ -19,7 +20,7 @@ MODEL ?= demo/tiny-ovis2
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: setup ready demo serve test wheel clean
+.PHONY: setup ready demo serve load test wheel clean
 
 setup: ready $(STAMPS)/requirements-$(DEVICE)
 	$(PY) tools/fork develop --device $(DEVICE)
@@ -30,6 +31,9 @@ demo: setup
 serve: setup
 	$(VENV)/bin/vllm serve $(MODEL) --host 127.0.0.1 --port $(PORT) \
 	    --trust-request-mm-kwargs $(ARGS)
+
+load: setup
+	$(PY) -m tools.load --model $(MODEL) $(ARGS)
 
 test: setup
 	$(PY) -m ruff check .

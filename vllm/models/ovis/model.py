@@ -3,7 +3,7 @@
 """Ovis 1.6 and Ovis 2: visual embeddings beside an unmodified text model."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,16 +11,24 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import (
     MultiModalEmbeddings,
+    SupportsEagle,
+    SupportsEagle3,
+    SupportsLoRA,
     SupportsMultiModal,
     SupportsPP,
+    SupportsQuant,
 )
+from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     init_vllm_registered_model,
     maybe_prefix,
 )
+from vllm.model_executor.models.vision import is_vit_use_data_parallel
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.sequence import IntermediateTensors
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.tensor_schema import TensorSchema, TensorShape
 
 from .config import OvisConfig
@@ -29,7 +37,7 @@ from .inputs import (
     OvisMultiModalProcessor,
     OvisProcessingInfo,
 )
-from .processor import ImageSettings
+from .processor import ImageSettings, resolve_image_pad_id
 from .quantization import check_gptq_backend, visual_quant_config
 from .tiling import IMAGE_MARKER, TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
@@ -58,14 +66,26 @@ class OvisImageInputs(TensorSchema):
     info=OvisProcessingInfo,
     dummy_inputs=OvisDummyInputsBuilder,
 )
-class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
+class Ovis(
+    nn.Module,
+    SupportsMultiModal,
+    SupportsLoRA,
+    SupportsPP,
+    SupportsQuant,
+    SupportsEagle,
+    SupportsEagle3,
+):
     """Ovis 1.6 (SigLIP) and Ovis 2 (AIMv2)."""
 
+    supports_encoder_tp_data: ClassVar[bool] = True
+    supports_tower_connector_lora: ClassVar[bool] = True
     hf_to_vllm_mapper = CHECKPOINT_NAMES
-    # Quantization lists name the parts that the text models and towers fuse.
+    # What text models and towers fuse, for adapters and quantization lists: an outer
+    # mapping hides those of the parts.
     packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
+        "qkv": ["qkv"],
         "fc13": ["fc1", "fc3"],
     }
 
@@ -97,12 +117,102 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
         self.make_empty_intermediate_tensors = (  # type: ignore[assignment]
             self.llm.make_empty_intermediate_tensors
         )
+        if vllm_config.speculative_config is not None:
+            # The drafter puts this token where an image stands.
+            config.image_token_index = resolve_image_pad_id(
+                cached_tokenizer_from_config(vllm_config.model_config),
+                config.llm_config.model_type,
+            )
+        self._refuse_tower_lora_over_shared_tiles(vllm_config)
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
         if modality == "image":
             return IMAGE_MARKER
         raise ValueError(f"Ovis has no {modality!r} input; it takes images.")
+
+    def get_mm_mapping(self) -> MultiModelKeys:
+        return MultiModelKeys.from_string_field(
+            language_model="llm",
+            connector="visual_tokenizer.head",
+            tower_model="visual_tokenizer.backbone",
+        )
+
+    def get_mm_lora_token_counts(
+        self,
+        *,
+        modality: str,
+        mm_kwargs: MultiModalKwargsItem | None,
+        num_mm_embeds: int,
+    ) -> tuple[int, int | None]:
+        """Count the patches that an item's tiles send through the tower.
+
+        Indicator rows do not pass the tower and are not counted. The head works in
+        chunks of tokens, which the engine's adapter layers cannot follow, so it has no
+        count and its adapters are refused.
+
+        Args:
+            modality: Kind of the item.
+            mm_kwargs: The item; None asks for the most that so many embeddings allow.
+            num_mm_embeds: Embeddings of the item, indicators among them.
+
+        """
+        vision = self.config.vision
+        if mm_kwargs is None:
+            tiles = num_mm_embeds // vision.tokens_per_tile
+        elif "pixel_values" in mm_kwargs:
+            tiles = len(mm_kwargs["pixel_values"].data)
+        else:
+            tiles = 0
+        return tiles * vision.patches_per_side**2, None
+
+    def check_lora_modules(self, names: Iterable[str]) -> None:
+        """Refuse an adapter of which the engine would drop a part in silence.
+
+        Args:
+            names: Modules of the adapter, named as in this model.
+
+        Raises:
+            ValueError: If modules of the visual tokenizer are among them that no
+                adapter layer covers; the message lists them.
+
+        """
+        manager = self.lora_manager
+        assert manager is not None
+        reached = set(manager.modules).union(*manager.packed_modules.values())
+        unreached = sorted(
+            name
+            for name in names
+            if name.startswith("visual_tokenizer.") and name not in reached
+        )
+        if unreached:
+            raise ValueError(
+                f"The adapter changes {unreached}, which the server would ignore. "
+                "Start it with --enable-tower-connector-lora to serve adapters of the "
+                "vision tower; those of the visual head are not supported: merge them "
+                "into the checkpoint."
+            )
+
+    def _refuse_tower_lora_over_shared_tiles(self, vllm_config: VllmConfig) -> None:
+        """Refuse tower adapters where each rank encodes tiles of its own.
+
+        The engine tells every rank which adapter each tile of the whole batch has.
+        """
+        lora = vllm_config.lora_config
+        if (
+            lora is not None
+            and lora.enable_tower_connector_lora
+            and is_vit_use_data_parallel(self.config.vision.num_heads)
+            and vllm_config.parallel_config.tensor_parallel_size > 1
+        ):
+            raise ValueError(
+                "--enable-tower-connector-lora needs a vision tower sharded over the "
+                "tensor-parallel ranks, but here each rank encodes whole tiles "
+                "(--mm-encoder-tp-mode data, or "
+                f"{self.config.vision.num_heads} attention heads that "
+                f"{vllm_config.parallel_config.tensor_parallel_size} ranks do not "
+                "divide)."
+            )
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         if kwargs.get("pixel_values") is None:

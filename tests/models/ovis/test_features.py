@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Serving features, in process: each works as documented or says clearly no."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.ovis import adapters, golden
+from tests.models.ovis.test_engine_golden import (
+    FIRST_LOGITS,
+    GREEDY,
+    TOLERANCE,
+    as_request,
+    golden_greedy,
+    relative_error,
+)
+from tests.reference.model import Reference
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.v1.metrics.reader import Counter
+
+CHECKPOINT = "tiny-ovis2"
+FOLDER = Path(golden.checkpoint_path(CHECKPOINT))
+
+MIXED = ("two_different_grids", "size_640x480", "no_image", "size_112x112")
+"""Cases of 2, 1, 0 and 1 pictures with different numbers of tiles."""
+
+
+@contextmanager
+def started(**options: Any) -> Iterator[LLM]:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "max_logprobs": -1,
+        "logprobs_mode": "raw_logits",
+        "limit_mm_per_prompt": {"image": 8},
+        "mm_processor_kwargs": {"max_partition": 16},
+        "generation_config": "vllm",
+        **options,
+    }
+    llm = LLM(str(FOLDER), **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def cases(*names: str) -> list[dict[str, Any]]:
+    by_name = {case["name"]: case for case in golden.array_cases(CHECKPOINT)}
+    return [by_name[name] for name in names]
+
+
+def greedy_tokens(llm: LLM, requests: list[dict[str, Any]]) -> list[list[int]]:
+    return [
+        list(output.outputs[0].token_ids) for output in llm.generate(requests, GREEDY)
+    ]
+
+
+def first_logits(
+    llm: LLM, requests: list[dict[str, Any]], lora: Any = None
+) -> list[np.ndarray]:
+    """Logits of the first answered token, [requests][vocabulary]."""
+    outputs = llm.generate(requests, FIRST_LOGITS, lora_request=lora)
+    logits = []
+    for output in outputs:
+        by_id: Any = output.outputs[0].logprobs[0]
+        logits.append(np.array([by_id[i].logprob for i in range(len(by_id))]))
+    return logits
+
+
+# Adapters
+
+
+class Adapters(NamedTuple):
+    text: Path
+    tower: Path
+    head: Path
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    folder = tmp_path_factory.mktemp("adapters")
+    return Adapters(
+        adapters.write_adapter(folder / "text", FOLDER, adapters.TEXT, seed=1),
+        adapters.write_adapter(folder / "tower", FOLDER, adapters.TOWER, seed=2),
+        adapters.write_adapter(folder / "head", FOLDER, adapters.HEAD, seed=3),
+    )
+
+
+@pytest.fixture(scope="module")
+def lora_engine() -> Iterator[LLM]:
+    with started(
+        enable_lora=True, enable_tower_connector_lora=True, max_loras=2, max_lora_rank=8
+    ) as llm:
+        yield llm
+
+
+def merged_logits(folder: Path, adapter: Path | None, case: Any) -> np.ndarray:
+    """First logits of the plain-torch model with the adapter's product in its weights.
+
+    Args:
+        folder: Where the merged checkpoint is written, once.
+        adapter: None for the checkpoint as it is.
+        case: Golden case.
+
+    """
+    checkpoint = FOLDER
+    if adapter is not None:
+        checkpoint = folder / f"merged-{adapter.name}"
+        if not checkpoint.exists():
+            adapters.write_merged(checkpoint, FOLDER, adapters.changed_weights(adapter))
+    reference = Reference(checkpoint)
+    images = [golden.authors_view(image) for image in golden.case_images(case)]
+    ids, pixels = reference.prepare(
+        images, case["conversation"], max_partition=case["max_partition"]
+    )
+    with torch.inference_mode():
+        return reference.model.logits(reference.embed(ids, pixels)).numpy()
+
+
+@pytest.fixture(scope="module")
+def expected(
+    written: Adapters, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], np.ndarray]:
+    """Logits by adapter's name ("" for none) and case."""
+    folder = tmp_path_factory.mktemp("merged")
+    return {
+        (adapter.name if adapter else "", case["name"]): merged_logits(
+            folder, adapter, case
+        )
+        for adapter in (None, written.text, written.tower)
+        for case in cases(*MIXED)
+    }
+
+
+def lora_request(adapter: Path, number: int) -> LoRARequest:
+    return LoRARequest(adapter.name, number, str(adapter))
+
+
+@pytest.mark.parametrize("name", ["text", "tower"])
+def test_an_adapter_acts_as_its_merged_weights(
+    lora_engine: LLM, written: Adapters, expected: Any, name: str
+) -> None:
+    """Logits equal those of a plain-torch model with the product in its weights."""
+    request = lora_request(getattr(written, name), 1 + ("text", "tower").index(name))
+    chosen = cases(*MIXED)
+    actual = first_logits(lora_engine, [as_request(case) for case in chosen], request)
+    for case, logits in zip(chosen, actual, strict=True):
+        assert relative_error(logits, expected[name, case["name"]]) < TOLERANCE
+        change = relative_error(
+            expected[name, case["name"]], expected["", case["name"]]
+        )
+        # A tower that sees no picture changes nothing; anything else is visible.
+        if name == "text" or case["images"]:
+            assert change > 100 * TOLERANCE
+        else:
+            assert change == 0
+
+
+def test_adapters_share_a_batch(
+    lora_engine: LLM, written: Adapters, expected: Any
+) -> None:
+    """Each picture of a batch meets its own request's adapter, in tower and text."""
+    requests = {
+        "": None,
+        "text": lora_request(written.text, 1),
+        "tower": lora_request(written.tower, 2),
+    }
+    pairs = [(name, case) for case in cases(*MIXED) for name in requests]
+    lora_engine.reset_mm_cache()
+    lora_engine.reset_prefix_cache()
+    actual = first_logits(
+        lora_engine,
+        [as_request(case) for _, case in pairs],
+        [requests[name] for name, _ in pairs],
+    )
+    for (name, case), logits in zip(pairs, actual, strict=True):
+        error = relative_error(logits, expected[name, case["name"]])
+        assert error < TOLERANCE, (name, case["name"])
+
+
+def test_an_adapter_of_the_head_is_refused(lora_engine: LLM, written: Adapters) -> None:
+    with pytest.raises(ValueError, match=r"visual_tokenizer\.head\.0"):
+        lora_engine.llm_engine.add_lora(lora_request(written.head, 3))
+
+
+def test_a_tower_adapter_is_not_served_in_part(written: Adapters) -> None:
+    """Without the option for towers, an adapter of the tower is refused at load."""
+    with started(enable_lora=True) as llm:
+        with pytest.raises(ValueError, match=r"attn\.qkv.*--enable-tower-connector"):
+            llm.llm_engine.add_lora(lora_request(written.tower, 1))
+        assert llm.llm_engine.add_lora(lora_request(written.text, 2))
+
+
+def test_tower_adapters_need_a_tower_that_every_rank_shares() -> None:
+    """Refused at start where each rank encodes tiles of its own."""
+    from vllm.models.ovis.model import Ovis
+
+    model = Ovis.__new__(Ovis)
+    torch.nn.Module.__init__(model)
+    model.config = EngineArgs(str(FOLDER)).create_model_config().hf_config
+    vllm_config = EngineArgs(
+        str(FOLDER),
+        enable_lora=True,
+        enable_tower_connector_lora=True,
+        tensor_parallel_size=2,
+        mm_encoder_tp_mode="data",
+    ).create_engine_config()
+    from vllm.config import set_current_vllm_config
+
+    with (
+        set_current_vllm_config(vllm_config),
+        pytest.raises(ValueError, match="--mm-encoder-tp-mode data"),
+    ):
+        model._refuse_tower_lora_over_shared_tiles(vllm_config)
+
+
+def test_sleep_mode_is_refused_on_the_cpu() -> None:
+    """The engine has no sleep mode for this platform and says so at start."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("other platforms have sleep mode")
+    with pytest.raises(ValueError, match="[Ss]leep mode"):
+        EngineArgs(str(FOLDER), enable_sleep_mode=True).create_engine_config()
+
+
+def test_encoder_data_mode_is_kept() -> None:
+    """The engine drops the mode for a model that does not declare it."""
+    config = EngineArgs(str(FOLDER), mm_encoder_tp_mode="data").create_model_config()
+    assert config.get_multimodal_config().mm_encoder_tp_mode == "data"
+
+
+# Only the text model, only the encoder
+
+
+def test_language_model_only(written: Adapters) -> None:
+    """Text is answered; a picture and an adapter of the tower are refused."""
+    with started(
+        language_model_only=True, limit_mm_per_prompt={}, enable_lora=True
+    ) as llm:
+        (text, picture) = cases("no_image", "size_640x480")
+        assert greedy_tokens(llm, [as_request(text)]) == [
+            golden_greedy(CHECKPOINT)["no_image"]
+        ]
+        with pytest.raises(ValueError, match="text-only"):
+            llm.generate(as_request(picture), GREEDY)
+        with pytest.raises(ValueError, match=r"trunk\.blocks\.0\.attn\.qkv"):
+            llm.llm_engine.add_lora(lora_request(written.tower, 1))
+
+
+def embed_tiles(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Visual embeddings of prepared tiles, and the names of the text model's weights.
+
+    Args:
+        model: The engine's.
+        tensors: pixel_values and rectangles.
+
+    """
+    with torch.inference_mode():
+        visual = model.visual_tokenizer(tensors["pixel_values"], tensors["rectangles"])
+    text = [name for name, _ in model.named_parameters() if name.startswith("llm.")]
+    return visual.numpy(), text
+
+
+def test_encoder_only() -> None:
+    """The tower gives the authors' embeddings, and no text model takes memory."""
+    from vllm.models.ovis import OvisProcessor
+
+    (case,) = cases("two_different_grids")
+    request = as_request(case)
+    batch = OvisProcessor.from_pretrained(str(FOLDER))(
+        text=request["prompt"],
+        images=request["multi_modal_data"]["image"],
+        max_partition=case["max_partition"],
+    )
+    tensors = {
+        name: torch.from_numpy(batch[name]) for name in ("pixel_values", "rectangles")
+    }
+    with started(mm_encoder_only=True) as llm:
+        embed = functools.partial(embed_tiles, tensors=tensors)
+        ((visual, text),) = llm.apply_model(embed)
+    assert not text
+    expected = golden.arrays()[f"{CHECKPOINT}/{case['name']}/visual_embeds"]
+    assert relative_error(visual, expected) < TOLERANCE
+
+
+# New weights
+
+
+def test_reloaded_weights_answer(tmp_path: Path) -> None:
+    """Weights of another checkpoint replace those of text model, tower and head."""
+    everything = adapters.TEXT + adapters.TOWER + adapters.HEAD
+    change = adapters.write_adapter(tmp_path / "all", FOLDER, everything, seed=5)
+    chosen = cases(*MIXED)
+    expected = [merged_logits(tmp_path, change, case) for case in chosen]
+    with started() as llm:
+        requests = [as_request(case) for case in chosen]
+        before = first_logits(llm, requests)
+        merged = str(tmp_path / "merged-all")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": merged})
+        llm.reset_prefix_cache()
+        after = first_logits(llm, requests)
+    for old, new, right in zip(before, after, expected, strict=True):
+        assert relative_error(new, right) < TOLERANCE
+        assert relative_error(old, right) > 100 * TOLERANCE
+
+
+# Speculative decoding
+
+
+def test_eagle3_does_not_change_answers(tmp_path: Path) -> None:
+    """A drafter reads the text model's layers; greedy tokens stay the authors'."""
+    draft = adapters.write_draft(tmp_path / "draft", FOLDER, seed=1)
+    with started(
+        speculative_config={
+            "method": "eagle3",
+            "model": str(draft),
+            "num_speculative_tokens": 2,
+        },
+        disable_log_stats=False,
+    ) as llm:
+        chosen = cases(*MIXED)
+        answers = greedy_tokens(llm, [as_request(case) for case in chosen])
+        for case, tokens in zip(chosen, answers, strict=True):
+            assert tokens == golden_greedy(CHECKPOINT)[case["name"]], case["name"]
+        drafted = [
+            metric.value
+            for metric in llm.get_metrics()
+            if isinstance(metric, Counter)
+            and metric.name == "vllm:spec_decode_num_draft_tokens"
+        ]
+        assert sum(drafted) > 0
