@@ -163,18 +163,6 @@ PICTURE = Image.new("RGB", (300, 200), (20, 120, 220))
             id="an option twice",
         ),
         pytest.param(
-            user_message(image_part(PICTURE), text_part("<image> What?")),
-            {},
-            ("<image>",),
-            id="a mark too many",
-        ),
-        pytest.param(
-            user_message(image_part(PICTURE), text_part("<|image_pad|> What?")),
-            {},
-            ("2 image mark", "1 image"),
-            id="a typed pad token",
-        ),
-        pytest.param(
             user_message(image_part(Image.new("RGB", (1000, 1))), text_part("What?")),
             {},
             ("1000", "1"),
@@ -216,3 +204,27 @@ def test_scoped_image_options(url: str) -> None:
         )
     ]
     assert lengths[0] == lengths[1] < lengths[2] == lengths[3]
+
+
+@pytest.mark.parametrize("typed", ["<image>", "<video>", "<|image_pad|>"])
+def test_typed_marks_stay_text(url: str, typed: str) -> None:
+    """In text, history and tool results they take no image's place."""
+    plain, marked = (
+        chat(
+            url,
+            [
+                {"role": "system", "content": f"Be brief.{words}"},
+                *user_message(text_part(f"See{words}"), image_part(PICTURE)),
+                {"role": "assistant", "content": f"Seen{words}"},
+                {"role": "tool", "tool_call_id": "1", "content": f"Result{words}"},
+                *user_message(image_part(PICTURE), text_part(f"Again{words}")),
+            ],
+        )
+        for words in ("", f" {typed}")
+    )
+    assert marked.status_code == 200, marked.text
+    pad = 697
+    ids = [answer.json()["prompt_token_ids"] for answer in (plain, marked)]
+    typed_pads = 5 if typed == "<|image_pad|>" else 0
+    assert ids[1].count(pad) == ids[0].count(pad) + typed_pads
+    assert len(ids[1]) > len(ids[0])

@@ -25,16 +25,17 @@ from vllm.multimodal.processing import (
 )
 from vllm.multimodal.processing.processor import (
     MultiModalProcessingResult,
+    MultiModalPromptUpdates,
     PlaceholderFeaturesInfo,
 )
 from vllm.renderers import TokenizeParams
 
 from .config import OvisConfig
 from .images import tile_image
+from .marks import MarkedPrompt, cut_at_marks
 from .processor import (
     ImageSettings,
     OvisProcessor,
-    tokenize_with_markers,
     validate_image_kwargs,
 )
 from .tiling import (
@@ -256,48 +257,47 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
     def _maybe_apply_prompt_updates(
         self, mm_items: MultiModalDataItems, mm_res: MultiModalProcessingResult
     ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
-        num_images = mm_items.get_all_counts().get("image", 0)
-        if num_images:
-            prompt_ids = self._mark_images(mm_res.prompt_ids, num_images)
-            mm_res = mm_res._replace(prompt_ids=prompt_ids)
-        return super()._maybe_apply_prompt_updates(mm_items, mm_res)
+        """Put each item's tokens where its mark is, and nowhere else.
 
-    def _mark_images(self, prompt_ids: list[int], num_images: int) -> list[int]:
-        """Put one pad token where each image goes.
-
-        An image goes where the prompt has a pad token or its text a literal "<image>".
-        Where there is a literal, the text is cut at it and its pieces are tokenised
-        separately, so that none merges with a mark (authors' behaviour). Both kinds
-        are counted together: a mark that a user typed is told, and never takes the
-        place of an image.
-
-        Args:
-            prompt_ids: The tokenised prompt.
-            num_images: Images of the request, at least one.
-
-        Raises:
-            VLLMValidationError: If the marks do not number `num_images`.
-
+        The engine would search the prompt for the pad token, and take one that a user
+        typed for a place.
         """
-        pad_id = self.info.ovis_processor.image_pad_id
-        tokenizer = self.info.get_tokenizer()
-        # Some tokenizers would tidy spaces away here, which would not be the text.
-        text = tokenizer.decode(
-            prompt_ids,
-            clean_up_tokenization_spaces=False,  # type: ignore[call-arg]
-        )
-        marked = prompt_ids
-        if IMAGE_MARKER in text:
-            first, *others = tokenize_with_markers(tokenizer, text)
-            marked = list(first)
-            for piece in others:
-                marked += [pad_id, *piece]
-        num_marks = marked.count(pad_id)
-        if num_marks != num_images:
-            raise VLLMValidationError(
-                f"The prompt has {num_marks} image mark(s), {IMAGE_MARKER!r} or "
-                f"{tokenizer.decode([pad_id])!r}, for {num_images} image(s); their "
-                "numbers must be equal.",
-                parameter="prompt",
+        counts = mm_items.get_all_counts()
+        self._validate_mm_kwargs(mm_res.kwargs, counts)
+        self._validate_mm_updates(mm_res.prompt_updates, counts)
+        if not any(counts.values()):
+            return mm_res.prompt_ids, {}
+        try:
+            marked = cut_at_marks(
+                self.info.get_tokenizer(),
+                mm_res.prompt_ids,
+                counts,
+                self.info.ovis_processor.image_pad_id,
             )
-        return marked
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="prompt") from error
+        return self._fill_marks(marked, mm_res.prompt_updates)
+
+    @staticmethod
+    def _fill_marks(
+        marked: MarkedPrompt, updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
+        prompt_ids = list(marked.pieces[0])
+        placeholders: dict[str, list[PlaceholderFeaturesInfo]] = {}
+        for modality, piece in zip(marked.modalities, marked.pieces[1:], strict=True):
+            filled = placeholders.setdefault(modality, [])
+            (update,) = updates[modality][len(filled)]
+            content = update.content
+            filled.append(
+                PlaceholderFeaturesInfo(
+                    modality=modality,
+                    item_idx=len(filled),
+                    start_idx=len(prompt_ids),
+                    tokens=content.full,
+                    is_embed=content.is_embed(content.full)
+                    if content.is_embed
+                    else None,
+                )
+            )
+            prompt_ids += [*content.full, *piece]
+        return prompt_ids, placeholders

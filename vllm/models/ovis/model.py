@@ -30,8 +30,9 @@ from .inputs import (
     OvisMultiModalProcessor,
     OvisProcessingInfo,
 )
+from .marks import MARKERS, chat_mark
 from .processor import ImageSettings
-from .tiling import IMAGE_MARKER, TILE, token_layout
+from .tiling import TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
 
 
@@ -94,9 +95,11 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        if modality == "image":
-            return IMAGE_MARKER
-        raise ValueError(f"Ovis has no {modality!r} input; it takes images.")
+        if modality in MARKERS:
+            return chat_mark(modality)
+        raise ValueError(
+            f"Ovis has no {modality!r} input; it takes {' and '.join(MARKERS)}."
+        )
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         if kwargs.get("pixel_values") is None:
