@@ -12,7 +12,7 @@ from transformers import BatchFeature
 
 from vllm.config.multimodal import BaseDummyOptions
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import MultiModalDataDict
+from vllm.inputs import MultiModalDataDict, MultiModalInput, mm_input
 from vllm.multimodal.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargsItem,
@@ -23,12 +23,13 @@ from vllm.multimodal.processing import (
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
     BaseProcessingInfo,
+    ProcessorInputs,
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
+    TimingContext,
 )
 from vllm.multimodal.processing.processor import (
-    MultiModalProcessingResult,
     MultiModalPromptUpdates,
     PlaceholderFeaturesInfo,
 )
@@ -120,6 +121,7 @@ class OvisProcessingInfo(BaseProcessingInfo):
     def get_data_parser(self) -> OvisDataParser:
         vision = self.get_hf_config().vision
         model_config = self.ctx.model_config
+        assert isinstance(model_config.dtype, torch.dtype)
         return OvisDataParser(
             Limits(
                 side=vision.image_size,
@@ -368,29 +370,38 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
     def _line_break(self) -> list[int]:
         return self.info.get_tokenizer().encode("\n", add_special_tokens=False)
 
-    def _maybe_apply_prompt_updates(
-        self, mm_items: MultiModalDataItems, mm_res: MultiModalProcessingResult
-    ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
+    def apply(
+        self, inputs: ProcessorInputs, timing_ctx: TimingContext
+    ) -> MultiModalInput:
         """Put each item's tokens where its mark is, and nowhere else.
 
         The engine would search the prompt for the pad token, and take one that a user
-        typed for a place.
+        typed for a place. Marks are counted before the items enter the cache: the
+        cache of a refused request's items would not be that of the engine process.
         """
-        counts = mm_items.get_all_counts()
-        self._validate_mm_kwargs(mm_res.kwargs, counts)
-        self._validate_mm_updates(mm_res.prompt_updates, counts)
-        if not any(counts.values()):
-            return mm_res.prompt_ids, {}
+        counts = inputs.mm_data_items.get_all_counts()
         try:
             marked = cut_at_marks(
                 self.info.get_tokenizer(),
-                mm_res.prompt_ids,
+                inputs.prompt,
                 counts,
                 self.info.ovis_processor.image_pad_id,
             )
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="prompt") from error
-        return self._fill_marks(marked, mm_res.prompt_updates)
+        result = self._cached_apply_hf_processor(inputs, timing_ctx)
+        self._validate_mm_kwargs(result.kwargs, counts)
+        self._validate_mm_updates(result.prompt_updates, counts)
+        prompt_ids, places = self._fill_marks(marked, result.prompt_updates)
+        return mm_input(
+            prompt_token_ids=prompt_ids,
+            mm_kwargs=result.kwargs,
+            mm_hashes=result.hashes,
+            mm_placeholders={
+                modality: [place.to_range() for place in found]
+                for modality, found in places.items()
+            },
+        )
 
     @staticmethod
     def _fill_marks(

@@ -59,16 +59,18 @@ def cut_at_marks(
     Args:
         tokenizer: Tokenizer of the checkpoint.
         prompt_ids: The tokenised prompt.
-        counts: Items of each modality, at least one in all.
+        counts: Items of each modality.
         image_pad_id: Token id of an image position.
 
     Raises:
         ValueError: The marks of a modality do not number its items.
 
     """
+    wanted = {modality: count for modality, count in counts.items() if count}
+    if not wanted:
+        return MarkedPrompt([list(prompt_ids)], [])
     # Some tokenizers would tidy spaces away here, which would not be the text.
     text = tokenizer.decode(prompt_ids, clean_up_tokenization_spaces=False)
-    wanted = {modality: count for modality, count in counts.items() if count}
     if _CHAT_MARK.search(text):
         marked = _cut_text(tokenizer, text, _CHAT_MARK)
     else:
@@ -87,7 +89,8 @@ def cut_at_marks(
                 words += f" or {tokenizer.decode([image_pad_id])!r}"
             raise ValueError(
                 f"The prompt has {found} {modality} mark(s), {words}, for {needed} "
-                f"{modality}(s); their numbers must be equal."
+                f"{modality}(s); their numbers must be equal. (A prompt that was "
+                "truncated may have lost some.)"
             )
     return marked
 

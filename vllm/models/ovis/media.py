@@ -90,7 +90,7 @@ def check_tiles(tiles: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
             f"[{count}, {side}, {side}, 3] or floating [{count}, 3, {side}, {side}], "
             f"got {pixels.dtype} {list(pixels.shape)}"
         )
-    result = {"pixel_values": pixels, "grid": (rows, columns)}
+    result: dict[str, Any] = {"pixel_values": pixels, "grid": (rows, columns)}
     if floating:
         if tiles.get("rectangles") is not None:
             raise _refusal(
@@ -170,7 +170,7 @@ def check_embeddings(
                 f"{', '.join(map(str, lengths))} (1 to {limits.max_cells} cells)",
                 "image_embeds",
             )
-        embedding = embedding.detach().to(limits.dtype)
+        embedding = embedding.detach().to("cpu", limits.dtype)
         if not embedding.isfinite().all():
             raise _refusal(
                 f"{name} must be finite in {limits.dtype}, got NaN or infinity",
@@ -240,7 +240,7 @@ class OvisDataParser(MultiModalDataParser):
     def _parse_embeddings_by_name(self, data: Mapping[str, Any]) -> Any:
         embeds = data.get("image_embeds")
         if data.keys() == {"image_embeds"}:
-            return self._parse_embeddings(embeds)
+            return self._parse_embeddings(data["image_embeds"])
         required, optional = self.embedding_field_sets("image")
         if not required <= data.keys() <= required | optional:
             raise _refusal(
@@ -324,6 +324,11 @@ def _frames_of_array(video: np.ndarray) -> np.ndarray:
     if video.ndim == 4 and 3 in (video.shape[1], video.shape[3]):
         from_array(video[0])
         return video
+    if video.dtype not in (np.uint8, np.uint16) or video.ndim not in (3, 4):
+        raise ValueError(
+            "frames must be uint8, or uint16 if they are grey, got "
+            f"{video.dtype} {list(video.shape)}"
+        )
     try:
         pictures = [Image.fromarray(frame) for frame in video]
     except TypeError as error:

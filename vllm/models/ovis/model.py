@@ -127,10 +127,12 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        if modality == "image_embeds":
+            modality = "image"
         if modality in MARKERS:
             return chat_mark(modality)
         raise ValueError(
-            f"Ovis has no {modality!r} input; it takes {' and '.join(MARKERS)}."
+            f"Ovis has no {modality!r} input; it takes image, image_embeds and video."
         )
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
