@@ -36,6 +36,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[str, LLM]]:
         logprobs_mode="raw_logits",
         limit_mm_per_prompt={"image": 8},
         mm_processor_kwargs={"max_partition": 16},
+        enable_mm_embeds=True,
         # An absent generation_config.json default would add sampling penalties.
         generation_config="vllm",
     )
@@ -154,6 +155,11 @@ def test_greedy_tokens(engine: tuple[str, LLM], together: bool) -> None:
     assert not wrong
 
 
+def named_case(checkpoint: str, name: str) -> dict[str, Any]:
+    (case,) = (c for c in golden.array_cases(checkpoint) if c["name"] == name)
+    return case
+
+
 @functools.cache
 def golden_greedy(checkpoint: str) -> dict[str, list[int]]:
     return {
@@ -218,6 +224,97 @@ def test_a_single_picture_without_a_list(engine: tuple[str, LLM]) -> None:
     request["multi_modal_data"] = {"image": request["multi_modal_data"]["image"][0]}
     output = llm.generate(request, GREEDY)[0]
     assert list(output.outputs[0].token_ids) == golden_greedy(checkpoint)[case["name"]]
+
+
+def test_frames_of_a_video(engine: tuple[str, LLM]) -> None:
+    """A video gives the ids and tokens of the authors' frames, beside an image too."""
+    checkpoint, llm = engine
+    case = named_case(checkpoint, "video_4_frames")
+    frames = golden.case_images(case)
+    prompt = case["expected"]["prompt"]
+    marks = "\n".join(["<image>"] * 4)
+    video = {
+        "prompt": prompt.replace(marks, "<video>"),
+        "multi_modal_data": {"video": frames},
+    }
+    mixed = {
+        "prompt": prompt.replace(marks, "<image>\n<video>"),
+        "multi_modal_data": {"image": frames[0], "video": np.stack(frames[1:])},
+        "mm_processor_kwargs": {"max_partition": 1},
+    }
+    for output in llm.generate([video, mixed], GREEDY):
+        assert output.prompt_token_ids is not None
+        assert len(output.prompt_token_ids) == case["expected"]["merged_length"]
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == golden_greedy(checkpoint)[case["name"]]
+
+
+@pytest.mark.parametrize("floating", [True, False], ids=["normalised", "bytes"])
+def test_ready_tiles(engine: tuple[str, LLM], floating: bool) -> None:
+    """Tiles that a client prepared are seen as the pictures they come from."""
+    from vllm.models.ovis import OvisProcessor
+    from vllm.models.ovis.images import normalization_table, normalize, tile_image
+
+    checkpoint, llm = engine
+    case = named_case(checkpoint, "two_different_grids")
+    settings = OvisProcessor.from_pretrained(
+        golden.checkpoint_path(checkpoint)
+    ).image_settings
+    table = normalization_table(settings.mean, settings.std)
+    ready = []
+    for picture in golden.case_images(case):
+        tiled = tile_image(picture, settings.side, case["max_partition"])
+        tiles: dict[str, Any] = {"grid": tiled.grid}
+        if floating:
+            pixels = normalize(tiled.pixels, tiled.rectangles, table)
+            tiles["pixel_values"] = torch.from_numpy(pixels)
+        else:
+            tiles |= {"pixel_values": tiled.pixels, "rectangles": tiled.rectangles}
+        ready.append(tiles)
+    request = as_request(case)
+    request["multi_modal_data"] = {"image": ready}
+    output = llm.generate(request, GREEDY)[0]
+    assert list(output.outputs[0].token_ids) == golden_greedy(checkpoint)[case["name"]]
+
+
+def image_embeddings(model: Any, tensors: Any) -> Any:
+    device = model.visual_tokenizer.head.indicators.device
+    with torch.inference_mode():
+        items = model.embed_multimodal(
+            pixel_values=tensors["pixel_values"].to(device),
+            rectangles=tensors["rectangles"].to(device),
+            grids=tensors["grids"],
+        )
+    return [item.cpu().clone() for item in items]
+
+
+def test_precomputed_embeddings(engine: tuple[str, LLM]) -> None:
+    """What `embed_multimodal` returned is accepted in place of the pictures."""
+    from vllm.models.ovis import OvisProcessor
+
+    checkpoint, llm = engine
+    case = named_case(checkpoint, "two_different_grids")
+    request = as_request(case)
+    batch = OvisProcessor.from_pretrained(golden.checkpoint_path(checkpoint))(
+        text=request["prompt"],
+        images=request["multi_modal_data"]["image"],
+        max_partition=case["max_partition"],
+    )
+    tensors = {key: torch.from_numpy(batch[key]) for key in batch if key != "input_ids"}
+    (embeddings,) = llm.apply_model(
+        functools.partial(image_embeddings, tensors=tensors)
+    )
+    requests = [
+        {**request, "multi_modal_data": {"image": data}}
+        for data in (
+            embeddings,
+            {"image_embeds": embeddings, "grids": tensors["grids"]},
+        )
+    ]
+    # In one batch with pictures, which take another path.
+    for output in llm.generate([as_request(case), *requests], GREEDY):
+        tokens = list(output.outputs[0].token_ids)
+        assert tokens == golden_greedy(checkpoint)[case["name"]]
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,18 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import BatchFeature
 
 from vllm.config.multimodal import BaseDummyOptions
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import MultiModalDataDict
+from vllm.inputs import MultiModalDataDict, MultiModalInput, mm_input
 from vllm.multimodal.inputs import (
     MultiModalFieldConfig,
+    MultiModalKwargsItem,
     MultiModalKwargsItems,
 )
 from vllm.multimodal.parse import MultiModalDataItems
@@ -20,29 +23,28 @@ from vllm.multimodal.processing import (
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
     BaseProcessingInfo,
+    ProcessorInputs,
     PromptReplacement,
     PromptUpdate,
+    PromptUpdateDetails,
+    TimingContext,
 )
 from vllm.multimodal.processing.processor import (
-    MultiModalProcessingResult,
+    MultiModalPromptUpdates,
     PlaceholderFeaturesInfo,
 )
 from vllm.renderers import TokenizeParams
 
 from .config import OvisConfig
 from .images import tile_image
+from .marks import MARKERS, MarkedPrompt, cut_at_marks
+from .media import Limits, OvisDataParser, embedding_fields_config
 from .processor import (
     ImageSettings,
     OvisProcessor,
-    tokenize_with_markers,
     validate_image_kwargs,
 )
-from .tiling import (
-    IMAGE_MARKER,
-    largest_grid,
-    num_image_tokens,
-    worst_case_image_size,
-)
+from .tiling import largest_grid, num_image_tokens, worst_case_image_size
 
 
 def flatten_image_kwargs(
@@ -115,7 +117,40 @@ class OvisProcessingInfo(BaseProcessingInfo):
         return super().get_default_tok_params().with_kwargs(add_special_tokens=False)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
+        return {"image": None, "video": None}
+
+    def get_data_parser(self) -> OvisDataParser:
+        vision = self.get_hf_config().vision
+        model_config = self.ctx.model_config
+        assert isinstance(model_config.dtype, torch.dtype)
+        return OvisDataParser(
+            Limits(
+                side=vision.image_size,
+                tokens_per_tile=vision.tokens_per_tile,
+                max_cells=self.max_partition_limit,
+                max_frames=self.max_frames,
+                hidden_size=model_config.get_inputs_embeds_size(),
+                dtype=model_config.dtype,
+            ),
+            allow_missing_mm_embeddings=self.allow_missing_mm_embeddings,
+        )
+
+    @cached_property
+    def max_frames(self) -> int:
+        """Most frames of a video: as many as the engine is configured to take.
+
+        All that the model's length has room for if that is -1, all frames of a file.
+        """
+        model_config = self.ctx.model_config
+        frames = self.ctx.get_mm_config().media_io_kwargs["video"]["num_frames"]
+        if frames > 0:
+            return frames
+        return max(1, model_config.max_model_len // (self.tokens_per_frame + 1))
+
+    @property
+    def tokens_per_frame(self) -> int:
+        """Tokens of a frame, which is one tile."""
+        return num_image_tokens(1, 1, self.get_hf_config().vision.tokens_per_tile)
 
     @cached_property
     def configured_image_kwargs(self) -> dict[str, object]:
@@ -172,14 +207,35 @@ class OvisProcessingInfo(BaseProcessingInfo):
     ) -> Mapping[str, int]:
         grid = largest_grid(self.get_profiled_max_partition(seq_len))
         tokens_per_tile = self.get_hf_config().vision.tokens_per_tile
-        return {"image": num_image_tokens(*grid, tokens_per_tile)}
+        return {
+            "image": num_image_tokens(*grid, tokens_per_tile),
+            "video": self.get_profiled_frames(seq_len) * self.tokens_per_frame,
+        }
+
+    def get_profiled_frames(self, seq_len: int) -> int:
+        """Most frames of a video that fit into `seq_len` tokens."""
+        # Line breaks between the frames are tokens too.
+        return max(1, min(self.max_frames, seq_len // (self.tokens_per_frame + 1)))
+
+
+def _join(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    """One tensor of all arrays; of a single one without a copy."""
+    return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+
+def _values(item: MultiModalKwargsItem, key: str) -> torch.Tensor:
+    values = item[key].data
+    assert isinstance(values, torch.Tensor)
+    return values
 
 
 class OvisDummyInputsBuilder(BaseDummyInputsBuilder[OvisProcessingInfo]):
     """The smallest picture that becomes the most tiles."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return IMAGE_MARKER * mm_counts.get("image", 0)
+        return "".join(
+            marker * mm_counts.get(modality, 0) for modality, marker in MARKERS.items()
+        )
 
     def get_dummy_mm_data(
         self,
@@ -187,9 +243,9 @@ class OvisDummyInputsBuilder(BaseDummyInputsBuilder[OvisProcessingInfo]):
         mm_counts: Mapping[str, int],
         mm_options: Mapping[str, BaseDummyOptions],
     ) -> MultiModalDataDict:
+        side = self.info.get_hf_config().vision.image_size
         width, height = worst_case_image_size(
-            self.info.get_hf_config().vision.image_size,
-            self.info.get_profiled_max_partition(seq_len),
+            side, self.info.get_profiled_max_partition(seq_len)
         )
         return {
             "image": self._get_dummy_images(
@@ -197,7 +253,15 @@ class OvisDummyInputsBuilder(BaseDummyInputsBuilder[OvisProcessingInfo]):
                 height=height,
                 num_images=mm_counts.get("image", 0),
                 overrides=mm_options.get("image"),  # type: ignore[arg-type]
-            )
+            ),
+            "video": self._get_dummy_videos(
+                # Any size makes one whole tile.
+                width=side,
+                height=side,
+                num_frames=self.info.get_profiled_frames(seq_len),
+                num_videos=mm_counts.get("video", 0),
+                overrides=mm_options.get("video"),  # type: ignore[arg-type]
+            ),
         }
 
 
@@ -208,20 +272,47 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
         self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
         max_partition, threshold = self.info.get_image_kwargs(hf_kwargs)
+        data: dict[str, Any] = {}
+        if images := hf_data.get("images"):
+            data |= self._image_fields(images, max_partition, threshold)
+        if videos := hf_data.get("videos"):
+            data |= self._video_fields(videos)
+        return BatchFeature(data)
+
+    def _image_fields(
+        self, images: Any, max_partition: int, threshold: float
+    ) -> dict[str, torch.Tensor]:
         side = self.info.ovis_processor.image_settings.side
-        images = [
-            tile_image(image, side, max_partition, threshold)
-            for image in hf_data["images"]  # type: ignore[attr-defined]
+        tiled = []
+        for image in images:
+            if not isinstance(image, Mapping):
+                cut = tile_image(image, side, max_partition, threshold)
+                image = {
+                    "pixel_values": cut.pixels,
+                    "rectangles": cut.rectangles,
+                    "grid": cut.grid,
+                }
+            tiled.append(image)
+        grids = torch.tensor([image["grid"] for image in tiled])
+        pixels = _join([image["pixel_values"] for image in tiled])
+        if pixels.is_floating_point():
+            return {"normalized_tiles": pixels, "grids": grids}
+        rectangles = _join([image["rectangles"] for image in tiled])
+        return {"pixel_values": pixels, "rectangles": rectangles, "grids": grids}
+
+    def _video_fields(self, videos: Any) -> dict[str, torch.Tensor]:
+        side = self.info.ovis_processor.image_settings.side
+        # Every frame is one tile (authors' behaviour, golden case video_4_frames).
+        frames = [
+            tile_image(frame, side, max_partition=1)
+            for video in videos
+            for frame in video
         ]
-        pixels = [torch.from_numpy(image.pixels) for image in images]
-        rectangles = [torch.from_numpy(image.rectangles) for image in images]
-        return BatchFeature(
-            {
-                "pixel_values": torch.cat(pixels) if len(pixels) > 1 else pixels[0],
-                "rectangles": torch.cat(rectangles),
-                "grids": torch.tensor([image.grid for image in images]),
-            }
-        )
+        return {
+            "video_pixels": _join([frame.pixels for frame in frames]),
+            "video_rectangles": _join([frame.rectangles for frame in frames]),
+            "video_frames": torch.tensor([len(video) for video in videos]),
+        }
 
     def _get_mm_fields_config(
         self,
@@ -231,10 +322,17 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
         grids = hf_inputs.get("grids", torch.empty((0, 2), dtype=torch.int64))
         cells = grids.prod(-1)
         tiles = cells + (cells > 1)
+        frames = hf_inputs.get("video_frames", torch.empty(0, dtype=torch.int64))
+        by_tiles = MultiModalFieldConfig.flat_from_sizes("image", tiles)
+        by_frames = MultiModalFieldConfig.flat_from_sizes("video", frames)
         return {
-            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", tiles),
-            "rectangles": MultiModalFieldConfig.flat_from_sizes("image", tiles),
-            "grids": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            "pixel_values": by_tiles,
+            "rectangles": by_tiles,
+            "normalized_tiles": by_tiles,
+            "video_pixels": by_frames,
+            "video_rectangles": by_frames,
+            "video_frames": MultiModalFieldConfig.batched("video", keep_on_cpu=True),
+            **embedding_fields_config(),
         }
 
     def _get_prompt_updates(
@@ -243,62 +341,89 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargsItems,
     ) -> Sequence[PromptUpdate]:
+        # Refused also where only embeddings are given, which need no options.
+        self.info.get_image_kwargs(hf_processor_mm_kwargs)
         pad_id = self.info.ovis_processor.image_pad_id
         tokens_per_tile = self.info.get_hf_config().vision.tokens_per_tile
 
-        def placeholder(item_index: int) -> list[int]:
-            grid = out_mm_kwargs["image"][item_index]["grids"].data
-            assert isinstance(grid, torch.Tensor)
-            rows, columns = grid.tolist()
-            return [pad_id] * num_image_tokens(rows, columns, tokens_per_tile)
+        def image_placeholder(item_index: int) -> list[int]:
+            item = out_mm_kwargs["image"][item_index]
+            if "grids" in item:
+                rows, columns = _values(item, "grids").tolist()
+                length = num_image_tokens(rows, columns, tokens_per_tile)
+            else:
+                length = len(_values(item, "image_embeds"))
+            return [pad_id] * length
 
-        return [PromptReplacement("image", target=[pad_id], replacement=placeholder)]
+        def video_placeholder(item_index: int) -> PromptUpdateDetails:
+            frames = int(_values(out_mm_kwargs["video"][item_index], "video_frames"))
+            frame = [pad_id] * self.info.tokens_per_frame
+            # The authors join the marks of the frames by line breaks.
+            ids = frame + (self._line_break + frame) * (frames - 1)
+            return PromptUpdateDetails.select_token_id(ids, pad_id)
 
-    def _maybe_apply_prompt_updates(
-        self, mm_items: MultiModalDataItems, mm_res: MultiModalProcessingResult
-    ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
-        num_images = mm_items.get_all_counts().get("image", 0)
-        if num_images:
-            prompt_ids = self._mark_images(mm_res.prompt_ids, num_images)
-            mm_res = mm_res._replace(prompt_ids=prompt_ids)
-        return super()._maybe_apply_prompt_updates(mm_items, mm_res)
+        return [
+            PromptReplacement("image", target=[pad_id], replacement=image_placeholder),
+            PromptReplacement("video", target=[pad_id], replacement=video_placeholder),
+        ]
 
-    def _mark_images(self, prompt_ids: list[int], num_images: int) -> list[int]:
-        """Put one pad token where each image goes.
+    @cached_property
+    def _line_break(self) -> list[int]:
+        return self.info.get_tokenizer().encode("\n", add_special_tokens=False)
 
-        An image goes where the prompt has a pad token or its text a literal "<image>".
-        Where there is a literal, the text is cut at it and its pieces are tokenised
-        separately, so that none merges with a mark (authors' behaviour). Both kinds
-        are counted together: a mark that a user typed is told, and never takes the
-        place of an image.
+    def apply(
+        self, inputs: ProcessorInputs, timing_ctx: TimingContext
+    ) -> MultiModalInput:
+        """Put each item's tokens where its mark is, and nowhere else.
 
-        Args:
-            prompt_ids: The tokenised prompt.
-            num_images: Images of the request, at least one.
-
-        Raises:
-            VLLMValidationError: If the marks do not number `num_images`.
-
+        The engine would search the prompt for the pad token, and take one that a user
+        typed for a place. Marks are counted before the items enter the cache: the
+        cache of a refused request's items would not be that of the engine process.
         """
-        pad_id = self.info.ovis_processor.image_pad_id
-        tokenizer = self.info.get_tokenizer()
-        # Some tokenizers would tidy spaces away here, which would not be the text.
-        text = tokenizer.decode(
-            prompt_ids,
-            clean_up_tokenization_spaces=False,  # type: ignore[call-arg]
-        )
-        marked = prompt_ids
-        if IMAGE_MARKER in text:
-            first, *others = tokenize_with_markers(tokenizer, text)
-            marked = list(first)
-            for piece in others:
-                marked += [pad_id, *piece]
-        num_marks = marked.count(pad_id)
-        if num_marks != num_images:
-            raise VLLMValidationError(
-                f"The prompt has {num_marks} image mark(s), {IMAGE_MARKER!r} or "
-                f"{tokenizer.decode([pad_id])!r}, for {num_images} image(s); their "
-                "numbers must be equal.",
-                parameter="prompt",
+        counts = inputs.mm_data_items.get_all_counts()
+        try:
+            marked = cut_at_marks(
+                self.info.get_tokenizer(),
+                inputs.prompt,
+                counts,
+                self.info.ovis_processor.image_pad_id,
             )
-        return marked
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="prompt") from error
+        result = self._cached_apply_hf_processor(inputs, timing_ctx)
+        self._validate_mm_kwargs(result.kwargs, counts)
+        self._validate_mm_updates(result.prompt_updates, counts)
+        prompt_ids, places = self._fill_marks(marked, result.prompt_updates)
+        return mm_input(
+            prompt_token_ids=prompt_ids,
+            mm_kwargs=result.kwargs,
+            mm_hashes=result.hashes,
+            mm_placeholders={
+                modality: [place.to_range() for place in found]
+                for modality, found in places.items()
+            },
+        )
+
+    @staticmethod
+    def _fill_marks(
+        marked: MarkedPrompt, updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
+        prompt_ids = list(marked.pieces[0])
+        placeholders: dict[str, list[PlaceholderFeaturesInfo]] = {}
+        for modality, piece in zip(marked.modalities, marked.pieces[1:], strict=True):
+            filled = placeholders.setdefault(modality, [])
+            (update,) = updates[modality][len(filled)]
+            content = update.content
+            filled.append(
+                PlaceholderFeaturesInfo(
+                    modality=modality,
+                    item_idx=len(filled),
+                    start_idx=len(prompt_ids),
+                    tokens=content.full,
+                    is_embed=content.is_embed(content.full)
+                    if content.is_embed
+                    else None,
+                )
+            )
+            prompt_ids += [*content.full, *piece]
+        return prompt_ids, placeholders

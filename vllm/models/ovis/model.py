@@ -37,9 +37,10 @@ from .inputs import (
     OvisMultiModalProcessor,
     OvisProcessingInfo,
 )
+from .marks import MARKERS, chat_mark
 from .processor import ImageSettings, resolve_image_pad_id
 from .quantization import check_gptq_backend, visual_quant_config
-from .tiling import IMAGE_MARKER, TILE, token_layout
+from .tiling import TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
 from .weight_names import CHECKPOINT_NAMES
 
@@ -59,6 +60,38 @@ class OvisImageInputs(TensorSchema):
     """int32: top, left, height, width of the picture in each tile."""
     grids: Annotated[torch.Tensor, TensorShape("i", 2)]
     """Rows and columns of each image's grid, on the CPU."""
+
+
+class OvisNormalizedInputs(TensorSchema):
+    """Tiles that a client normalised.
+
+    Dimensions:
+        - n: tiles of all images
+        - s: side of a tile in pixels
+        - i: images
+    """
+
+    normalized_tiles: Annotated[torch.Tensor, TensorShape("n", 3, "s", "s")]
+    """float32, zero outside each tile's picture."""
+    grids: Annotated[torch.Tensor, TensorShape("i", 2)]
+    """Rows and columns of each image's grid, on the CPU."""
+
+
+class OvisVideoInputs(TensorSchema):
+    """Frames of all videos of a batch, one tile each.
+
+    Dimensions:
+        - n: frames of all videos
+        - s: side of a tile in pixels
+        - v: videos
+    """
+
+    video_pixels: Annotated[torch.Tensor, TensorShape("n", "s", "s", 3)]
+    """uint8, zero outside each frame's picture."""
+    video_rectangles: Annotated[torch.Tensor, TensorShape("n", 4)]
+    """int32: top, left, height, width of the picture in each tile."""
+    video_frames: Annotated[torch.Tensor, TensorShape("v")]
+    """Number of frames of each video, on the CPU."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -99,7 +132,7 @@ class Ovis(
         self.config = config
         check_gptq_backend(vllm_config.quant_config)
 
-        with self._mark_tower_model(vllm_config, "image"):
+        with self._mark_tower_model(vllm_config, {"image", "video"}):
             self.visual_tokenizer = VisualTokenizer(
                 config.vision,
                 config.llm_config.hidden_size,
@@ -127,9 +160,13 @@ class Ovis(
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        if modality == "image":
-            return IMAGE_MARKER
-        raise ValueError(f"Ovis has no {modality!r} input; it takes images.")
+        if modality == "image_embeds":
+            modality = "image"
+        if modality in MARKERS:
+            return chat_mark(modality)
+        raise ValueError(
+            f"Ovis has no {modality!r} input; it takes image, image_embeds and video."
+        )
 
     def get_mm_mapping(self) -> MultiModelKeys:
         return MultiModelKeys.from_string_field(
@@ -160,10 +197,9 @@ class Ovis(
         vision = self.config.vision
         if mm_kwargs is None:
             tiles = num_mm_embeds // vision.tokens_per_tile
-        elif "pixel_values" in mm_kwargs:
-            tiles = len(mm_kwargs["pixel_values"].data)
         else:
-            tiles = 0
+            fields = ("pixel_values", "normalized_tiles", "video_pixels")
+            tiles = sum(len(mm_kwargs[key].data) for key in fields if key in mm_kwargs)
         return tiles * vision.patches_per_side**2, None
 
     def check_lora_modules(self, names: Iterable[str]) -> None:
@@ -215,6 +251,26 @@ class Ovis(
             )
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
+        if kwargs.get("image_embeds") is not None:
+            # Checked, with indicators and scale, when the request came in.
+            return [embeds for embeds in kwargs["image_embeds"]]  # type: ignore[attr-defined]
+        if kwargs.get("video_frames") is not None:
+            return self._embed_videos(
+                OvisVideoInputs(
+                    video_pixels=kwargs["video_pixels"],
+                    video_rectangles=kwargs["video_rectangles"],
+                    video_frames=kwargs["video_frames"],
+                )
+            )
+        if kwargs.get("normalized_tiles") is not None:
+            normalized = OvisNormalizedInputs(
+                normalized_tiles=kwargs["normalized_tiles"], grids=kwargs["grids"]
+            )
+            pixels, grids = normalized["normalized_tiles"], normalized["grids"]
+            tiles = self.visual_tokenizer(
+                pixels, pixels.new_zeros(len(pixels), 4, dtype=torch.int32)
+            )
+            return self._interleave(tiles, grids.tolist())
         if kwargs.get("pixel_values") is None:
             return []
         images = OvisImageInputs(
@@ -224,6 +280,15 @@ class Ovis(
         )
         tiles = self.visual_tokenizer(images["pixel_values"], images["rectangles"])
         return self._interleave(tiles, images["grids"].tolist())
+
+    def _embed_videos(self, videos: OvisVideoInputs) -> tuple[torch.Tensor, ...]:
+        tiles = self.visual_tokenizer(
+            videos["video_pixels"], videos["video_rectangles"]
+        )
+        frames = self._interleave(tiles, [[1, 1]] * len(tiles))
+        length = frames[0].shape[0]
+        lengths = [count * length for count in videos["video_frames"].tolist()]
+        return torch.cat(frames).split(lengths)
 
     def _interleave(
         self, tiles: torch.Tensor, grids: list[list[int]]

@@ -83,9 +83,10 @@ class PatchNormalizer(nn.Module):
         """Normalise tiles and cut them into patches.
 
         Args:
-            pixels: uint8, [tiles, side, side, 3].
+            pixels: uint8, [tiles, side, side, 3], or floating, [tiles, 3, side, side],
+                if the client has normalised them.
             rectangles: int32, [tiles, 4]: top, left, height and width of the picture
-                inside its tile.
+                inside its tile; not used with floating pixels, whose padding is zero.
             dtype: Type of the result; the normalisation itself is float32.
 
         Returns:
@@ -95,6 +96,9 @@ class PatchNormalizer(nn.Module):
         """
         tiles, grid, patch = pixels.shape[0], self.patches_per_side, self.patch_size
         used = grid * patch
+        if pixels.is_floating_point():
+            cut = pixels[:, :, :used, :used].reshape(tiles, 3, grid, patch, grid, patch)
+            return cut.permute(0, 2, 4, 1, 3, 5).reshape(tiles, grid**2, -1).to(dtype)
         position = torch.arange(used, device=pixels.device)
         top, left, height, width = (part.unsqueeze(1) for part in rectangles.unbind(1))
         in_rows = (position >= top) & (position < top + height)
@@ -338,7 +342,8 @@ class VisualTokenizer(nn.Module):
         """Embed tiles.
 
         Args:
-            pixels: uint8, [tiles, side, side, 3].
+            pixels: uint8, [tiles, side, side, 3], or floating, [tiles, 3, side, side],
+                normalised.
             rectangles: int32, [tiles, 4]: top, left, height, width of each picture.
 
         Returns:
