@@ -94,8 +94,8 @@ class Ovis(nn.Module, SupportsMultiModal, SupportsPP):
                 hf_config=config.llm_config,
                 prefix=maybe_prefix(prefix, "llm"),
             )
-        self.make_empty_intermediate_tensors = (  # type: ignore[assignment]
-            self.llm.make_empty_intermediate_tensors
+        self.make_empty_intermediate_tensors = (
+            self.llm.make_empty_intermediate_tensors  # type: ignore[assignment]
         )
 
     @classmethod
