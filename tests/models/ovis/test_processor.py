@@ -142,7 +142,7 @@ def test_golden_wrong_counts_are_refused(processor, name, markers, images):
         lambda case: (case["checkpoint"], case["name"]) == ("tiny-ovis2", name)
     )
     (case,) = case.values
-    message = f"{markers} <image> markers but {images} images"
+    message = f"{markers} <image> markers, but {images} images"
     with pytest.raises(ValueError, match=message):
         processor(prompt_of(processor, case), golden.case_images(case))
 
@@ -226,7 +226,7 @@ def test_tensors(processor):
         ([[Image.new("RGB", (5, 5))], Image.new("RGB", (5, 5))], "all lists"),
         ([[Image.new("RGB", (5, 5))]], "2 prompts but 1 lists"),
         ([[], [Image.new("RGB", (5, 5))]], "prompt 0 has 1 <image> .* but 0 images"),
-        (None, "the text has 1 <image> markers but 0 images"),
+        (None, "the text has 1 <image> markers, but 0 images"),
     ],
 )
 def test_images_that_do_not_fit_the_texts(processor, images, message):
@@ -350,7 +350,7 @@ def test_other_checkpoints_are_refused(tmp_path):
     source = golden.GOLDEN / "checkpoints" / "tiny-ovis2"
     shutil.copy(source / "preprocessor_config.json", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    with pytest.raises(ValueError, match="authors' layout: it has no 'visual_tok"):
+    with pytest.raises(ValueError, match="checkpoint: it has no 'visual_tok"):
         OvisProcessor.from_pretrained(str(tmp_path))
     (tmp_path / "config.json").unlink()
     with pytest.raises(OSError, match="has no file config.json"):

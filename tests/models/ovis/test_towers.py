@@ -79,7 +79,8 @@ def both(config: dict[str, Any]) -> torch.Tensor:
     for parameter in plain.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
     # Peaked probabilities, so that embeddings follow the features.
-    plain.head[1].weight.data *= 10
+    norm: Any = plain.head[1]
+    norm.weight.data *= 10
     table = torch.randn(sizes.vocab_size, TEXT_WIDTH, generator=generator)
 
     model = VisualTokenizer(

@@ -147,8 +147,8 @@ class Ovis(
                 hf_config=config.llm_config,
                 prefix=maybe_prefix(prefix, "llm"),
             )
-        self.make_empty_intermediate_tensors = (  # type: ignore[assignment]
-            self.llm.make_empty_intermediate_tensors
+        self.make_empty_intermediate_tensors = (
+            self.llm.make_empty_intermediate_tensors  # type: ignore[assignment]
         )
         if vllm_config.speculative_config is not None:
             # The drafter puts this token where an image stands.
