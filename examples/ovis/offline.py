@@ -6,6 +6,7 @@ python examples/ovis/offline.py MODEL picture.png
 """
 
 import argparse
+from typing import Any
 
 from PIL import Image
 
@@ -42,19 +43,15 @@ def main() -> None:
         )
 
     llm = LLM(arguments.model, mm_processor_kwargs={"max_partition": 4})
-    outputs = llm.generate(
-        [
-            {"prompt": prompt("<image>"), "multi_modal_data": {"image": image}}
-            for image in (picture, ready, normalized)
-        ]
-        + [
-            {
-                "prompt": prompt("<video>"),
-                "multi_modal_data": {"video": [picture, picture.rotate(90)]},
-            }
-        ],
-        SamplingParams(temperature=0, max_tokens=64),
+    requests: list[Any] = [
+        {"prompt": prompt("<image>"), "multi_modal_data": {"image": image}}
+        for image in (picture, ready, normalized)
+    ]
+    frames = [picture, picture.rotate(90)]
+    requests.append(
+        {"prompt": prompt("<video>"), "multi_modal_data": {"video": frames}}
     )
+    outputs = llm.generate(requests, SamplingParams(temperature=0, max_tokens=64))
     for name, output in zip(("picture", "bytes", "floats", "video"), outputs):
         print(f"{name}: {output.outputs[0].text}")
 

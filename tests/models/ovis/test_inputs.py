@@ -217,7 +217,8 @@ def test_video_has_the_ids_of_its_frames(checkpoint: str) -> None:
     expected = plain_processor(checkpoint)(text=prompt, images=frames, max_partition=1)
     for mark in ("<video>", chat_mark("video")):
         written = prompt.replace("\n".join(["<image>"] * 4), mark)
-        for video in (frames, np.stack(frames), [np.stack(frames)]):
+        videos: list[Any] = [frames, np.stack(frames), [np.stack(frames)]]
+        for video in videos:
             inputs = process(checkpoint, written, {"video": video})
             assert inputs["prompt_token_ids"] == expected["input_ids"][0]
             item = inputs["mm_kwargs"]["video"][0]
