@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Quantize the text model of an Ovis checkpoint to the GPTQ file format.
 
-python -m tools.make_gptq SOURCE TARGET [--bits 4|8] [--group-size N] [--list-modules]
+python -m tests.models.ovis.make_gptq SOURCE TARGET [--bits 4|8] [--group-size N] [--list-modules]
                                         [--twin FOLDER]
 
 Weights are rounded to nearest, symmetric, a scale for each group of input channels; the
@@ -167,7 +167,7 @@ def make_gptq(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; exit status 2 if an argument is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.make_gptq",
+        prog="python -m tests.models.ovis.make_gptq",
         description="Quantize an Ovis checkpoint's text model to the GPTQ format.",
     )
     parser.add_argument("source", type=Path, help="folder in the authors' layout")
