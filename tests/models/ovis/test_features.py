@@ -202,13 +202,14 @@ def test_a_tower_adapter_is_not_served_in_part(written: Adapters) -> None:
         assert llm.llm_engine.add_lora(lora_request(written.text, 2))
 
 
-def test_tower_adapters_need_a_tower_that_every_rank_shares() -> None:
+def test_tower_adapters_need_a_tower_that_every_rank_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Refused at start where each rank encodes tiles of its own."""
-    from vllm.models.ovis.model import Ovis
+    from vllm.models.ovis import model as ovis
 
-    model = Ovis.__new__(Ovis)
+    model = ovis.Ovis.__new__(ovis.Ovis)
     torch.nn.Module.__init__(model)
-    model.config = EngineArgs(str(FOLDER)).create_model_config().hf_config
     vllm_config = EngineArgs(
         str(FOLDER),
         enable_lora=True,
@@ -216,12 +217,10 @@ def test_tower_adapters_need_a_tower_that_every_rank_shares() -> None:
         tensor_parallel_size=2,
         mm_encoder_tp_mode="data",
     ).create_engine_config()
-    from vllm.config import set_current_vllm_config
-
-    with (
-        set_current_vllm_config(vllm_config),
-        pytest.raises(ValueError, match="--mm-encoder-tp-mode data"),
-    ):
+    model.config = vllm_config.model_config.hf_config
+    # The engine's own answer needs two running ranks.
+    monkeypatch.setattr(ovis, "is_vit_use_data_parallel", lambda num_heads: True)
+    with pytest.raises(ValueError, match="--mm-encoder-tp-mode data"):
         model._refuse_tower_lora_over_shared_tiles(vllm_config)
 
 

@@ -42,6 +42,9 @@ from .processor import ImageSettings, resolve_image_pad_id
 from .tiling import IMAGE_MARKER, TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
 
+TILE_FIELDS = ("pixel_values", "normalized_tiles", "video_pixels")
+"""Fields of an item whose first dimension counts its tiles."""
+
 
 class OvisImageInputs(TensorSchema):
     """Tiles of all images of a batch.
@@ -159,10 +162,11 @@ class Ovis(
         vision = self.config.vision
         if mm_kwargs is None:
             tiles = num_mm_embeds // vision.tokens_per_tile
-        elif "pixel_values" in mm_kwargs:
-            tiles = len(mm_kwargs["pixel_values"].data)
         else:
-            tiles = 0
+            # Ready-made embeddings hold no tiles.
+            tiles = sum(
+                len(mm_kwargs[name].data) for name in TILE_FIELDS if name in mm_kwargs
+            )
         return tiles * vision.patches_per_side**2, None
 
     def check_lora_modules(self, names: Iterable[str]) -> None:
