@@ -73,7 +73,8 @@ def first_logits(
     outputs = llm.generate(requests, FIRST_LOGITS, lora_request=lora)
     logits = []
     for output in outputs:
-        by_id: Any = output.outputs[0].logprobs[0]
+        steps: Any = output.outputs[0].logprobs
+        by_id = steps[0]
         logits.append(np.array([by_id[i].logprob for i in range(len(by_id))]))
     return logits
 
@@ -208,7 +209,8 @@ def test_tower_adapters_need_a_tower_that_every_rank_shares(
     """Refused at start where each rank encodes tiles of its own."""
     from vllm.models.ovis import model as ovis
 
-    model = ovis.Ovis.__new__(ovis.Ovis)
+    model_class: Any = ovis.Ovis
+    model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
     vllm_config = EngineArgs(
         str(FOLDER),

@@ -116,8 +116,9 @@ class Ovis(
                 hf_config=config.llm_config,
                 prefix=maybe_prefix(prefix, "llm"),
             )
-        self.make_empty_intermediate_tensors = (  # type: ignore[assignment]
-            self.llm.make_empty_intermediate_tensors
+        text_model: Any = self.llm
+        self.make_empty_intermediate_tensors = (
+            text_model.make_empty_intermediate_tensors
         )
         if vllm_config.speculative_config is not None:
             # The drafter puts this token where an image stands.
