@@ -45,6 +45,8 @@ STOP_LIMIT_S = 60
 MAX_IMAGES = 4
 KNOWN_REQUESTS = 40
 CACHE_MIB = 128
+KV_BLOCKS = 512
+"""Few enough that all have been used, and so count as memory, before it is measured."""
 GROWTH_LIMIT_MIB = 2 * CACHE_MIB
 """The processor's cache may lie in the front end and in the engine."""
 
@@ -121,6 +123,7 @@ def server(model: str, port: int) -> Iterator[subprocess.Popen]:
     command += ["--dtype", "float32", "--generation-config", "vllm"]
     command += ["--limit-mm-per-prompt", json.dumps({"image": MAX_IMAGES})]
     command += ["--mm-processor-cache-gb", str(CACHE_MIB / 1024)]
+    command += ["--num-gpu-blocks-override", str(KV_BLOCKS)]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     LOG.parent.mkdir(exist_ok=True)
     print("Starting", " ".join(["vllm", *command[1:]]), flush=True)
@@ -255,7 +258,8 @@ async def put_under_load(
     process: subprocess.Popen, url: str, minutes: float, concurrency: int, seed: int
 ) -> dict[str, Any]:
     """Run the clients; returns the report, with the broken promises in `faults`."""
-    limits = httpx.Limits(max_connections=None)
+    # No kept connections: the server closes idle ones while a client takes them up.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         await wait_until_healthy(process, client)
         load = Load(client, seed)

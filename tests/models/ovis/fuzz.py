@@ -113,20 +113,19 @@ def _part(rng: random.Random) -> Any:
 def _odd_url(rng: random.Random) -> str:
     whole = data_url(picture(rng.randrange(6)))
     head, content = whole.split(",", 1)
-    raw = pybase64.b64decode(content)
-    cut = raw[: rng.randrange(len(raw))]
-    flipped = bytearray(raw)
+    raw = bytearray(pybase64.b64decode(content))
+    cut = bytes(raw[: rng.randrange(len(raw))])
     for _ in range(5):
-        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
     thin = Image.new("L", rng.choice(((1, 1), (1000, 1), (1, 1000), (3, 3), (500, 19))))
     palette = picture(rng.randrange(6)).convert("P")
     return rng.choice(
         (
             *("", "data:", "data:image/png;base64,", whole[:-7]),
-            f"{head},{pybase64.b64encode(cut).decode()}",
-            f"{head},{pybase64.b64encode(bytes(flipped)).decode()}",
             f"{head},{pybase64.b64encode(b'no picture').decode()}",
             f"data:text/plain;base64,{content}",
+            "data:image/png,abc",
+            *(f"{head},{pybase64.b64encode(b).decode()}" for b in (cut, bytes(raw))),
             *(data_url(thin), data_url(palette)),
         )
     )

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Quantize the text model of an Ovis checkpoint to the GPTQ file format.
 
-python -m tests.models.ovis.make_gptq SOURCE TARGET [--bits 4|8] [--group-size N] [--list-modules]
-                                        [--twin FOLDER]
+python -m tests.models.ovis.make_gptq SOURCE TARGET [--bits 4|8] [--group-size N]
+                                      [--list-modules] [--twin FOLDER]
 
 Weights are rounded to nearest, symmetric, a scale for each group of input channels; the
 error compensation that gives the format its name is left out, as a test of loading and

@@ -73,7 +73,8 @@ def first_logits(
     outputs = llm.generate(requests, FIRST_LOGITS, lora_request=lora)
     logits = []
     for output in outputs:
-        by_id: Any = output.outputs[0].logprobs[0]
+        steps: Any = output.outputs[0].logprobs
+        by_id = steps[0]
         logits.append(np.array([by_id[i].logprob for i in range(len(by_id))]))
     return logits
 
@@ -202,13 +203,15 @@ def test_a_tower_adapter_is_not_served_in_part(written: Adapters) -> None:
         assert llm.llm_engine.add_lora(lora_request(written.text, 2))
 
 
-def test_tower_adapters_need_a_tower_that_every_rank_shares() -> None:
+def test_tower_adapters_need_a_tower_that_every_rank_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Refused at start where each rank encodes tiles of its own."""
-    from vllm.models.ovis.model import Ovis
+    from vllm.models.ovis import model as ovis
 
-    model = Ovis.__new__(Ovis)
+    model_class: Any = ovis.Ovis
+    model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
-    model.config = EngineArgs(str(FOLDER)).create_model_config().hf_config
     vllm_config = EngineArgs(
         str(FOLDER),
         enable_lora=True,
@@ -216,12 +219,10 @@ def test_tower_adapters_need_a_tower_that_every_rank_shares() -> None:
         tensor_parallel_size=2,
         mm_encoder_tp_mode="data",
     ).create_engine_config()
-    from vllm.config import set_current_vllm_config
-
-    with (
-        set_current_vllm_config(vllm_config),
-        pytest.raises(ValueError, match="--mm-encoder-tp-mode data"),
-    ):
+    model.config = vllm_config.model_config.hf_config
+    # The engine's own answer needs two running ranks.
+    monkeypatch.setattr(ovis, "is_vit_use_data_parallel", lambda num_heads: True)
+    with pytest.raises(ValueError, match="--mm-encoder-tp-mode data"):
         model._refuse_tower_lora_over_shared_tiles(vllm_config)
 
 

@@ -141,8 +141,8 @@ def test_prefix_cache_tells_pictures_apart(url: str) -> None:
     """The same picture is remembered; one that differs in a pixel is another."""
     first = picture(7).resize((448, 448))
     other = first.copy()
-    red, green, blue = other.getpixel((0, 0))
-    other.putpixel((0, 0), (red ^ 1, green, blue))
+    first.putpixel((0, 0), (10, 20, 30))
+    other.putpixel((0, 0), (11, 20, 30))
 
     def cached_tokens(image: Any) -> int:
         usage = chat(

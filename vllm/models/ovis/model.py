@@ -44,6 +44,9 @@ from .tiling import TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
 from .weight_names import CHECKPOINT_NAMES
 
+TILE_FIELDS = ("pixel_values", "normalized_tiles", "video_pixels")
+"""Fields of an item whose first dimension counts its tiles."""
+
 
 class OvisImageInputs(TensorSchema):
     """Tiles of all images of a batch.
@@ -147,8 +150,9 @@ class Ovis(
                 hf_config=config.llm_config,
                 prefix=maybe_prefix(prefix, "llm"),
             )
+        text_model: Any = self.llm
         self.make_empty_intermediate_tensors = (
-            self.llm.make_empty_intermediate_tensors  # type: ignore[assignment]
+            text_model.make_empty_intermediate_tensors
         )
         if vllm_config.speculative_config is not None:
             # The drafter puts this token where an image stands.
@@ -198,8 +202,10 @@ class Ovis(
         if mm_kwargs is None:
             tiles = num_mm_embeds // vision.tokens_per_tile
         else:
-            fields = ("pixel_values", "normalized_tiles", "video_pixels")
-            tiles = sum(len(mm_kwargs[key].data) for key in fields if key in mm_kwargs)
+            # Ready-made embeddings hold no tiles.
+            tiles = sum(
+                len(mm_kwargs[name].data) for name in TILE_FIELDS if name in mm_kwargs
+            )
         return tiles * vision.patches_per_side**2, None
 
     def check_lora_modules(self, names: Iterable[str]) -> None:
