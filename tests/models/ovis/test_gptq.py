@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.models.ovis import golden
+from tests.models.ovis.make_gptq import dequantize, make_gptq, pack, quantize
 from tests.models.ovis.test_engine_golden import FIRST_LOGITS, relative_error
 from tests.reference.model import Ovis as PlainOvis
 from tests.reference.model import Reference
-from tests.models.ovis.make_gptq import dequantize, make_gptq, pack, quantize
 from vllm import LLM
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
