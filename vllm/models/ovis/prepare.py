@@ -64,8 +64,11 @@ _PROCESSING_MODULES = ("tiling", "images", "chat", "processor")
 
 # The library of csrc/ovis is not part of a hub repository, so Pillow resizes there.
 _RESAMPLE = '''
-def resample(image, boxes, rectangles, pixels):
-    """Resize boxes of an RGB picture into rectangles of a tile buffer, bicubic."""
+def resample(image, boxes, rectangles, pixels, threads):
+    """Resize boxes of an RGB picture into rectangles of a tile buffer, bicubic.
+
+    Pillow takes one thread, whatever `threads` allows.
+    """
     bicubic = Image.Resampling.BICUBIC
     for box, (top, left, height, width), tile in zip(
         boxes, rectangles.tolist(), pixels, strict=True

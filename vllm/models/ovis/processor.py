@@ -434,6 +434,6 @@ def _assign_images(markers: list[int], images: Any) -> list[Picture]:
 def _check_count(markers: int, images: int, where: str) -> None:
     if markers != images:
         raise ValueError(
-            f"{where} has {markers} {IMAGE_MARKER} markers but {images} images are "
+            f"{where} has {markers} {IMAGE_MARKER} markers, but {images} images are "
             "given"
         )
