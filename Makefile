@@ -28,8 +28,10 @@ setup: ready $(STAMPS)/requirements-$(DEVICE)
 demo: setup
 	$(PY) tools/demo.py
 
+# On a CPU vLLM would keep nearly all of the memory for its cache if not told otherwise.
 serve: setup
-	$(VENV)/bin/vllm serve $(MODEL) --host 127.0.0.1 --port $(PORT) \
+	VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-4} \
+	    $(VENV)/bin/vllm serve $(MODEL) --host 127.0.0.1 --port $(PORT) \
 	    --trust-request-mm-kwargs $(ARGS)
 
 load: setup
