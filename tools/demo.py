@@ -81,27 +81,43 @@ def server() -> Iterator[str]:
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(CHECKPOINT)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--served-model-name", "tiny-ovis2", "--trust-request-mm-kwargs"]
+    options = ["--served-model-name", "tiny-ovis2"]
     if "cpu" in importlib.metadata.version("vllm"):
-        command += ["--dtype", "float32"]
+        options += ["--dtype", "float32"]
+    process = start_server(str(CHECKPOINT), port, options, LOG)
+    try:
+        wait_until_healthy(process, url)
+        yield url
+    finally:
+        stop(process)
+
+
+def start_server(
+    model: str, port: int, options: list[str], log: Path
+) -> subprocess.Popen:
+    """Start `vllm serve` on the loopback address, in a process group of its own.
+
+    Args:
+        model: Name or folder.
+        port: Port to listen on.
+        options: Further arguments of the command.
+        log: File that takes the server's output.
+
+    """
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", model]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+    command += ["--trust-request-mm-kwargs", *options]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    LOG.parent.mkdir(exist_ok=True)
+    log.parent.mkdir(exist_ok=True)
     print("Starting", " ".join(["vllm", *command[1:]]), flush=True)
-    with LOG.open("wb") as log:
-        process = subprocess.Popen(
+    with log.open("wb") as output:
+        return subprocess.Popen(
             command,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env={**env, **os.environ},
             start_new_session=True,
         )
-        try:
-            wait_until_healthy(process, url)
-            yield url
-        finally:
-            stop(process)
 
 
 def free_port() -> int:

@@ -35,7 +35,7 @@ import httpx
 import psutil
 from PIL import Image
 
-from tools.demo import free_port
+from tools.demo import free_port, start_server
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / ".cache" / "load-server.log"
@@ -117,30 +117,18 @@ def bad_body(rng: random.Random) -> Body:
 @contextlib.contextmanager
 def server(model: str, port: int) -> Iterator[subprocess.Popen]:
     """A server with small caches, so that a leak cannot hide behind them."""
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", model]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--max-model-len", "8192", "--trust-request-mm-kwargs"]
-    command += ["--dtype", "float32", "--generation-config", "vllm"]
-    command += ["--limit-mm-per-prompt", json.dumps({"image": MAX_IMAGES})]
-    command += ["--mm-processor-cache-gb", str(CACHE_MIB / 1024)]
-    command += ["--num-gpu-blocks-override", str(KV_BLOCKS)]
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-    LOG.parent.mkdir(exist_ok=True)
-    print("Starting", " ".join(["vllm", *command[1:]]), flush=True)
-    with LOG.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**env, **os.environ},
-            start_new_session=True,
-        )
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    options = ["--max-model-len", "8192"]
+    options += ["--dtype", "float32", "--generation-config", "vllm"]
+    options += ["--limit-mm-per-prompt", json.dumps({"image": MAX_IMAGES})]
+    options += ["--mm-processor-cache-gb", str(CACHE_MIB / 1024)]
+    options += ["--num-gpu-blocks-override", str(KV_BLOCKS)]
+    process = start_server(model, port, options, LOG)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 async def wait_until_healthy(process: subprocess.Popen, client: Any) -> None:
