@@ -134,22 +134,24 @@ def run(parsed: argparse.Namespace, engines: list[dict[str, str]]) -> Iterator[A
     from . import batches, operators, reference, stages
     from .records import FAILED, Record
 
-    # The batch-invariant mode sets up the GPU's libraries before their first use, so
-    # nothing may run there before the engine.
-    device = "cpu" if parsed.batch_invariant else parsed.device
     wanted = ["batches"] if parsed.batch_invariant else parsed.reports
-    ref = reference.load(parsed.model, device)
+    # Ways of running are compared with each other. In batch-invariant mode nothing may
+    # run on the GPU before the engine, which sets up its libraries at their first use.
+    loaded: Any = None
+    if wanted != ["batches"]:
+        loaded = reference.load(parsed.model, parsed.device)
     for dtype in parsed.dtype:
-        model = reference.in_dtype(ref.model, getattr(torch, dtype))
         place = (parsed.model, dtype, parsed.device)
+        if loaded:
+            model = reference.in_dtype(loaded.model, getattr(torch, dtype))
         for name in wanted:
             try:
                 if name == "stages":
-                    yield from stages.records(ref, model, *place, engines)
+                    yield from stages.records(loaded, model, *place, engines)
                 elif name == "operators":
-                    yield from operators.records(ref, model, *place)
+                    yield from operators.records(loaded, model, *place)
                 else:
-                    yield from batches.records(ref, *place, parsed.batch_invariant)
+                    yield from batches.records(*place, parsed.batch_invariant)
             except Exception as error:
                 traceback.print_exc()
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.reference.model import Reference
-
-from . import engine, trace
+from . import engine, reference, trace
 from .cases import batch_cases
 from .records import UNBOUNDED, Record, difference, magnitude, verdict
 
@@ -156,12 +154,11 @@ def compare(
 
 
 def records(
-    ref: Reference, folder: str, dtype: str, device: str, batch_invariant: bool
+    folder: str, dtype: str, device: str, batch_invariant: bool
 ) -> Iterator[Record]:
     """Run the requests in every way and compare with each alone.
 
     Args:
-        ref: The reference, for prompts and the tile's size.
         folder: The checkpoint.
         dtype: The engines' dtype.
         device: `cpu` or `cuda`.
@@ -169,8 +166,11 @@ def records(
 
     """
     bound = 0.0 if batch_invariant else FLOAT32_BOUND if dtype == "float32" else None
-    cases = batch_cases(ref.rule.side)
-    requests = [engine.request(ref.format(case.text), case) for case in cases]
+    layout = reference.layout(folder)
+    requests = [
+        engine.request(layout.format(case.text), case)
+        for case in batch_cases(layout.side)
+    ]
 
     with engine.started(folder, dtype, device) as llm:
         taps: Taps = llm.apply_model(Taps)[0]
@@ -183,7 +183,7 @@ def records(
         yield from compare(way, dtype, alone, run, bound)
 
     # Less than most pictures and no multiple of a tile.
-    piece = 3 * ref.model.tokens_per_tile + 7
+    piece = 3 * layout.tokens_per_tile + 7
     with engine.started(
         folder,
         dtype,

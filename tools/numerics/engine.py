@@ -91,7 +91,8 @@ def generate(
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    outputs = llm.generate(requests, sampling, use_tqdm=False)
+    prompts: Any = requests
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
     return [
         (list(o.prompt_token_ids or ()), list(o.outputs[0].token_ids)) for o in outputs
     ]

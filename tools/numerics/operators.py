@@ -3,8 +3,10 @@
 """Where the text model's difference comes from: fused operators on and off.
 
 Every engine gets the same merged embeddings, those of the reference, so tower and head
-have no part in what is measured: the last text layer's output at all positions, as the
-root mean square of the difference over that of the reference.
+have no part in what is measured: a text layer's output at all positions, as the root
+mean square of the difference over that of the reference. After the first layer an
+operator's own rounding shows; after the last it has set off all the others', and any
+change moves the result by about the noise floor.
 """
 
 import math
@@ -68,28 +70,34 @@ def cases(side: int) -> list[Case]:
     ]
 
 
+PLACES = ("first layer", "last layer")
+
+Outputs = list[Tensor]
+"""Output of the text layers at PLACES, [prompt, hidden] each."""
+
+
 @dataclass(frozen=True)
 class Expected:
     """What the reference makes of a case.
 
     Attributes:
         request: The engine's request, with the reference's embeddings as its picture.
-        same, other, wide: Last text layer, [prompt, hidden]: in the engine's dtype,
-            with the other attention, and in float32 on the same embeddings.
+        same: In the engine's dtype.
+        other: The same with the other attention.
+        wide: In float32, on the same merged embeddings.
 
     """
 
     request: dict[str, Any]
-    same: Tensor
-    other: Tensor
-    wide: Tensor
+    same: Outputs
+    other: Outputs
+    wide: Outputs
 
 
 def expected(ref: Reference, model: Ovis, case: Case) -> Expected:
     """Run a case through the reference in the dtype of `model`."""
     prompt = reference.prepare(ref, case)
     made, _ = reference.run(model, prompt)
-    last = trace.text_layer(len(model.llm.model.layers) - 1)
     merged = made[trace.MERGED]
     with other_attention(model):
         other = reference.run_text(model, merged)
@@ -101,7 +109,14 @@ def expected(ref: Reference, model: Ovis, case: Case) -> Expected:
         length = len(reference.expanded_ids(model, placeholder_ids(grid)))
         rows = merged[start : start + length].cpu().clone()
         request["multi_modal_data"] = {"image": rows[None]}
-    return Expected(request, made[last], other, reference.run_text(ref.model, merged))
+    wide = reference.run_text(ref.model, merged)
+    return Expected(request, ends(made), ends(other), ends(wide))
+
+
+def ends(made: trace.Trace) -> Outputs:
+    """Outputs of the first and the last text layer of a trace."""
+    names = [name for name in made if name.startswith("text layer")]
+    return [made[names[0]], made[names[-1]]]
 
 
 def distance(actual: Tensor, wanted: Tensor, scale: Tensor) -> float:
@@ -124,48 +139,56 @@ def records(
 
     """
     wanted = [expected(ref, model, case) for case in cases(ref.rule.side)]
-    base: list[Tensor] = []
+    base: list[Outputs] = []
     for name, options in {AS_STARTED: {}, **VARIANTS[device]}.items():
         try:
-            outputs = _last_layers(folder, dtype, device, options, wanted)
+            outputs = _layers(folder, dtype, device, options, wanted)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             yield Record("operators", dtype, name, FAILED, case=reason)
             continue
         base = base or outputs
-        pairs = list(zip(outputs, wanted, base, strict=True))
-        yield Record(
-            report="operators",
-            dtype=dtype,
-            name=name,
-            verdict=UNBOUNDED,
-            max_abs=max(difference(o, w.same) for o, w, _ in pairs),
-            relative=max(distance(o, w.same, w.wide) for o, w, _ in pairs),
-            noise_floor=max(distance(w.other, w.same, w.wide) for w in wanted),
-            against_float32=max(distance(o, w.wide, w.wide) for o, w, _ in pairs),
-            reference_against_float32=max(
-                distance(w.same, w.wide, w.wide) for w in wanted
-            ),
-            change=max(distance(o, b, w.wide) for o, w, b in pairs),
-        )
+        for place, where in enumerate(PLACES):
+            rows = [
+                (out[place], was[place], want.same[place], want.wide[place])
+                for out, was, want in zip(outputs, base, wanted, strict=True)
+            ]
+            errors, before = (
+                max(distance(row[which], row[2], row[3]) for row in rows)
+                for which in (0, 1)
+            )
+            floor = [(w.other[place], w.same[place], w.wide[place]) for w in wanted]
+            yield Record(
+                report="operators",
+                dtype=dtype,
+                name=f"{name}: {where}",
+                verdict=UNBOUNDED,
+                max_abs=max(difference(out, same) for out, _, same, _ in rows),
+                relative=errors,
+                noise_floor=max(distance(*arrays) for arrays in floor),
+                against_float32=max(
+                    distance(out, wide, wide) for out, _, _, wide in rows
+                ),
+                reference_against_float32=max(
+                    distance(same, wide, wide) for _, _, same, wide in rows
+                ),
+                change=max(distance(out, was, wide) for out, was, _, wide in rows),
+                share=1 - (errors / before) ** 2 if before else None,
+            )
     for name in ONE_IMPLEMENTATION[device]:
         yield Record(
             "operators", dtype, name, UNBOUNDED, case="one implementation on a CPU"
         )
 
 
-def _last_layers(
+def _layers(
     folder: str,
     dtype: str,
     device: str,
     options: dict[str, Any],
     wanted: list[Expected],
-) -> list[Tensor]:
-    with engine.started(folder, dtype, device, enable_mm_embeds=True, **options) as llm:
+) -> list[Outputs]:
+    settings = {"enable_mm_embeds": True, **options}
+    with engine.started(folder, dtype, device, **settings) as llm:
         recorder = engine.recorder(llm)
-        outputs = []
-        for one in wanted:
-            made, _ = recorder.record(llm, one.request)
-            names = [name for name in made if name.startswith("text layer")]
-            outputs.append(made[names[-1]])
-    return outputs
+        return [ends(recorder.record(llm, one.request)[0]) for one in wanted]

@@ -42,11 +42,8 @@ def svg(rows: Sequence[Row], title: str) -> str:
     if not dtypes:
         raise ValueError("nothing to draw: the report has no stages")
     present = path_rows(rows, dtypes[0])
-    count = {
-        part: sum(n.startswith(part) for n in present) for part in ("tower", "text")
-    }
-    # "tower features" is no layer.
-    names = trace.data_path(count["tower"] - 1, count["text"])
+    layers = [name.split()[0] for name in present if "layer" in name]
+    names = trace.data_path(layers.count("tower"), layers.count("text"))
     values = [
         value
         for dtype in dtypes

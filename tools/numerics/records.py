@@ -43,6 +43,7 @@ class Record:
         agreement: Share of tokens that agree.
         noise_agreement: The same of the reference against itself.
         change: Distance from the engine as it starts (operators).
+        share: Part of that engine's squared distance that is gone (operators).
         case: Where the largest error is, or why a run failed.
 
     """
@@ -60,6 +61,7 @@ class Record:
     agreement: float | None = None
     noise_agreement: float | None = None
     change: float | None = None
+    share: float | None = None
     case: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 """Traces of the plain-torch reference, in any dtype, on any device."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.reference.model import Ovis, Reference
-from tests.reference.preprocess import ATOM
+from tests.reference.preprocess import ATOM, PixelRule
+from tests.reference.prompt import FORMATTERS
 
 from . import trace
 from .cases import Case
@@ -33,6 +36,37 @@ class Prompt:
     text: str
     ids: list[int]
     pixels: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a checkpoint's settings say about prompts.
+
+    Attributes:
+        side: Side of a tile in pixels.
+        tokens_per_tile: Visual tokens of a tile.
+        format: From the user's turn to the formatted prompt.
+
+    """
+
+    side: int
+    tokens_per_tile: int
+    format: Callable[[str], str]
+
+
+def layout(folder: str) -> Layout:
+    """Read a checkpoint's settings without its weights."""
+    config, pixels = (
+        json.loads((Path(folder) / name).read_text("utf-8"))
+        for name in ("config.json", "preprocessor_config.json")
+    )
+    with torch.device("meta"):
+        tokens_per_tile = Ovis(config).tokens_per_tile
+    return Layout(
+        PixelRule.from_config(pixels).side,
+        tokens_per_tile,
+        FORMATTERS[config["conversation_formatter_class"]],
+    )
 
 
 def load(folder: str, device: str) -> Reference:
@@ -125,22 +159,22 @@ def run(
 
 
 @torch.inference_mode()
-def run_text(model: Ovis, merged: Tensor) -> Tensor:
-    """Last layer's output of the text model by itself.
+def run_text(model: Ovis, merged: Tensor) -> trace.Trace:
+    """Run the text model by itself.
 
     Args:
         model: The reference.
         merged: [prompt, hidden], as the first layer gets them.
 
     Returns:
-        [prompt, hidden], before the final norm.
+        The text layers' outputs.
 
     """
     made: trace.Trace = {}
     with recording(model, made):
         dtype = model.llm.get_input_embeddings().weight.dtype
         model.llm.model(inputs_embeds=merged[None].to(dtype), use_cache=False)
-    return made[trace.text_layer(len(model.llm.model.layers) - 1)][0]
+    return {name: array[0] for name, array in made.items()}
 
 
 @contextmanager
@@ -157,7 +191,7 @@ def recording(model: Ovis, made: trace.Trace) -> Iterator[None]:
         made[trace.MERGED] = inputs[0]
 
     backbone, layers = model.visual_tokenizer.backbone, model.llm.model.layers
-    hooked = [(backbone, trace.FEATURES)]
+    hooked: list[tuple[Any, str]] = [(backbone, trace.FEATURES)]
     for index, layer in enumerate(trace.layers_of(backbone)):
         hooked.append((layer, trace.tower_layer(index)))
     for index, layer in enumerate(layers):

@@ -51,13 +51,6 @@ def _tokens(row: Row) -> str:
     return f"{percent(row, 'agreement')} ({percent(row, 'noise_agreement')})"
 
 
-def _share(row: Row) -> str:
-    """How far the change moved the engine, in parts of its whole distance."""
-    if not row.get("relative") or not row.get("change"):
-        return ""
-    return f"{row['change'] / row['relative']:.0%}"
-
-
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "stages": (
         _text("dtype", "dtype"),
@@ -79,7 +72,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("engine to float32", "against_float32"),
         _number("reference to float32", "reference_against_float32"),
         _number("change", "change"),
-        ("change / error", _share),
+        ("share", lambda row: percent(row, "share")),
         _text("", "case"),
     ),
     "batches": (
