@@ -84,7 +84,8 @@ def difference(actual: Tensor, expected: Tensor) -> float:
         return math.inf
     if not actual.numel():
         return 0.0
-    largest = (actual.to(expected.device).double() - expected.double()).abs().max()
+    wide = actual.detach().to(expected.device).double() - expected.detach().double()
+    largest = wide.abs().max()
     return math.inf if torch.isnan(largest) else float(largest)
 
 
