@@ -280,6 +280,20 @@ def test_tables_and_plot(ref: Reference, prompt: reference.Prompt) -> None:
     assert len(lines) == 2
 
 
+def test_what_did_not_run_is_told() -> None:
+    failed = Record("stages", "float32", "all", "FAILED", case="ValueError: too long")
+    assert bad([failed]) == [failed]
+    written = {
+        "command": "command",
+        "device": "CPU",
+        "date": "today",
+        "versions": {},
+        "engines": [],
+        "records": [failed.to_json()],
+    }
+    assert "stages, float32, all: ValueError: too long" in tables.report_tables(written)
+
+
 def test_a_document_needs_a_place(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("no place")

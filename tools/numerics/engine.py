@@ -4,9 +4,11 @@
 
 import gc
 import inspect
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 MAX_LENGTH = 12288
+"""Tokens of the longest request, if the checkpoint allows as many."""
 
 IEEE_FLOAT32: dict[str, Any] = {
     "mm_encoder_attn_backend": "TORCH_SDPA",
@@ -43,10 +46,12 @@ def started(model: str, dtype: str, device: str, **options: Any) -> "Iterator[LL
     """An engine that keeps nothing between requests, unless `options` ask for it."""
     from vllm import LLM
 
+    config = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    allowed = config["llm_config"]["max_position_embeddings"]
     settings: dict[str, Any] = {
         "dtype": dtype,
         "enforce_eager": True,
-        "max_model_len": MAX_LENGTH,
+        "max_model_len": min(MAX_LENGTH, allowed),
         "max_num_batched_tokens": MAX_LENGTH,
         "max_num_seqs": 16,
         "limit_mm_per_prompt": {"image": 4},

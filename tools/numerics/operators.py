@@ -172,8 +172,10 @@ def records(
                 reference_against_float32=max(
                     distance(same, wide, wide) for _, _, same, wide in rows
                 ),
-                change=max(distance(out, was, wide) for out, was, _, wide in rows),
-                share=1 - (errors / before) ** 2 if before else None,
+                change=None
+                if outputs is base
+                else max(distance(out, was, wide) for out, was, _, wide in rows),
+                share=None if outputs is base else 1 - (errors / before) ** 2,
             )
     for name in ONE_IMPLEMENTATION[device]:
         yield Record(

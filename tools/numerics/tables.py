@@ -61,7 +61,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("engine to float32", "against_float32"),
         _number("reference to float32", "reference_against_float32"),
         ("tokens", _tokens),
-        ("bound", lambda row: "equal" if row["bound"] == 0 else f"{row['bound']:.1e}"),
+        _number("bound", "bound"),
         _text("", "verdict"),
     ),
     "operators": (
@@ -78,10 +78,11 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "batches": (
         _text("dtype", "dtype"),
         _text("way", "name"),
+        _text("", "case"),
         _number("max abs", "max_abs"),
         _number("error", "relative"),
         ("tokens", lambda row: percent(row, "agreement")),
-        ("bound", lambda row: number(row, "bound")),
+        _number("bound", "bound"),
         _text("", "verdict"),
     ),
 }
