@@ -280,18 +280,21 @@ def test_tables_and_plot(ref: Reference, prompt: reference.Prompt) -> None:
     assert len(lines) == 2
 
 
+WRITTEN: dict[str, Any] = {
+    "command": "command",
+    "device": "CPU",
+    "date": "today",
+    "versions": {},
+    "engines": [],
+    "records": [],
+}
+
+
 def test_what_did_not_run_is_told() -> None:
     failed = Record("stages", "float32", "all", "FAILED", case="ValueError: too long")
     assert bad([failed]) == [failed]
-    written = {
-        "command": "command",
-        "device": "CPU",
-        "date": "today",
-        "versions": {},
-        "engines": [],
-        "records": [failed.to_json()],
-    }
-    assert "stages, float32, all: ValueError: too long" in tables.report_tables(written)
+    text = tables.report_tables(WRITTEN | {"records": [failed.to_json()]})
+    assert "stages, float32, all: ValueError: too long" in text
 
 
 def test_a_document_needs_a_place(tmp_path: Path) -> None:
@@ -299,8 +302,11 @@ def test_a_document_needs_a_place(tmp_path: Path) -> None:
     page.write_text("no place")
     with pytest.raises(ValueError, match="has no place"):
         tables.fill_places(page, tmp_path)
-    page.write_text("<!-- numerics missing.json -->\n<!-- /numerics -->\n")
+    page.write_text("<!-- numerics missing.json stages -->\n<!-- /numerics -->\n")
     with pytest.raises(ValueError, match=r"missing\.json, which is no file"):
+        tables.fill_places(page, tmp_path)
+    (tmp_path / "missing.json").write_text(json.dumps(WRITTEN))
+    with pytest.raises(ValueError, match="has no stages"):
         tables.fill_places(page, tmp_path)
 
 
@@ -333,20 +339,20 @@ ENGINE = """
 import sys
 from tools.numerics import __main__ as command, engine, stages
 
+def reverse(model):
+    rows = model.visual_tokenizer.head.indicators.data
+    rows.copy_(rows.flip(0))
+
 if sys.argv[1] == "reversed":
-    attach = engine.recorder
+    attach, cases = engine.recorder, stages.stage_cases
 
-    def reverse(model):
-        rows = model.visual_tokenizer.head.indicators.data
-        rows.copy_(rows.flip(0))
-
-    def faulty(llm):
+    def attach_to_faulty(llm):
         llm.apply_model(reverse)
         return attach(llm)
 
-    engine.recorder = faulty
-    stages.stage_cases = lambda side: stages_cases(side)[2:3]
-    from tools.numerics.cases import stage_cases as stages_cases
+    engine.recorder = attach_to_faulty
+    # The first with a picture is enough.
+    stages.stage_cases = lambda side: [c for c in cases(side) if c.sizes][:1]
 sys.exit(command.main(sys.argv[2:]))
 """
 

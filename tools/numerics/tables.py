@@ -4,8 +4,10 @@
 
 A place is a pair of comments around what the tool writes:
 
-    <!-- numerics FILE.json -->
+    <!-- numerics FILE.json stages -->
     <!-- /numerics -->
+
+Without a name of a report (`stages`, `operators`, `batches`) it gets all of the file.
 """
 
 import json
@@ -20,7 +22,8 @@ Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
 PLACE = re.compile(
-    r"(<!-- numerics (?P<file>\S+) -->\n).*?(<!-- /numerics -->)", re.DOTALL
+    r"(<!-- numerics (?P<file>\S+)(?P<kinds>( \w+)*) -->\n).*?<!-- /numerics -->",
+    re.DOTALL,
 )
 
 
@@ -95,8 +98,20 @@ def table(columns: Sequence[Column], rows: Iterable[Row]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def report_tables(report: Row) -> str:
-    """All tables of a report, a line of where it was made above them."""
+def report_tables(report: Row, kinds: Iterable[str] = ()) -> str:
+    """Tables of a report file, with how and where it was made above them.
+
+    Args:
+        report: Content of the file.
+        kinds: Reports to be shown; none: all.
+
+    Raises:
+        ValueError: A kind is unknown, or the file has no records of it.
+
+    """
+    shown = tuple(kinds) or tuple(COLUMNS)
+    if unknown := set(shown) - set(COLUMNS):
+        raise ValueError(f"unknown reports {sorted(unknown)}; known: {list(COLUMNS)}")
     versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
     text = (
         f"`{report['command']}`\n\n{report['device']}; {versions}; {report['date']}.\n"
@@ -106,12 +121,14 @@ def report_tables(report: Row) -> str:
             f"Attention in {engine['dtype']}: tower {engine['tower']}, "
             f"text model {engine['text']}.\n"
         )
-    for kind, columns in COLUMNS.items():
+    for kind in shown:
         rows = [row for row in report["records"] if row["report"] == kind]
         if rows:
-            text += "\n" + table(columns, rows)
+            text += "\n" + table(COLUMNS[kind], rows)
+        elif kinds:
+            raise ValueError(f"the report of {report['command']!r} has no {kind}")
     for row in report["records"]:
-        if row["verdict"] == "FAILED":
+        if row["verdict"] == "FAILED" and row["report"] in shown:
             text += f"\n{row['report']}, {row['dtype']}, {row['name']}: {row['case']}\n"
     return text
 
@@ -132,8 +149,9 @@ def fill_places(document: Path, root: Path) -> str:
         file = root / place["file"]
         if not file.is_file():
             raise ValueError(f"{document} names the report {file}, which is no file")
-        tables = report_tables(json.loads(file.read_text("utf-8")))
-        return f"{place[1]}\n{tables}\n{place[3]}"
+        report = json.loads(file.read_text("utf-8"))
+        tables = report_tables(report, place["kinds"].split())
+        return f"{place[1]}\n{tables}\n<!-- /numerics -->"
 
     text, count = PLACE.subn(filled, document.read_text("utf-8"))
     if not count:
