@@ -6,12 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+)
 from vllm.models.ovis.images import normalization_table, normalize
 from vllm.models.ovis.ops import (
     USES_TRITON,
-    add_rms_norm_,
     normalized_patches,
     padded_patch_width,
+    quantized_for,
+    rms_norm_,
     silu_and_mul,
     word_probabilities_,
 )
@@ -76,17 +81,19 @@ def test_patches_are_bit_equal(dtype: torch.dtype, patch: int, grid: int) -> Non
 @pytest.mark.skipif(not USES_TRITON, reason="the kernel needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1024, 1536, 72])
-def test_add_rms_norm(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("adds", [True, False])
+def test_rms_norm(dtype: torch.dtype, width: int, adds: bool) -> None:
     torch.manual_seed(width)
-    update, residual = torch.randn(2, 33, width, device=DEVICE).to(dtype)
+    x, residual = torch.randn(2, 33, width, device=DEVICE).to(dtype)
     weight = torch.rand(width, device=DEVICE).to(dtype)
-    total = update + residual
+    total = x + residual if adds else x.clone()
     normed = F.rms_norm(total.double(), (width,), eps=1e-5).to(dtype)
     expected = normed.double() * weight.double()
 
-    actual = add_rms_norm_(update, residual, weight, 1e-5)
-    assert torch.equal(residual, total)
-    assert actual.data_ptr() == update.data_ptr()
+    actual = rms_norm_(x, residual if adds else None, weight, 1e-5, None)
+    if adds:
+        assert torch.equal(residual, total)
+    assert actual.data_ptr() == x.data_ptr()
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < torch.finfo(dtype).eps
 
@@ -99,5 +106,36 @@ def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
     x = torch.randn(33, 2 * width, device=DEVICE).mul(3).to(dtype)
     gate, up = x.chunk(2, dim=-1)
     expected = F.silu(gate.double()).to(dtype).double() * up.double()
-    error = (silu_and_mul(x).double() - expected).norm() / expected.norm()
+    actual = silu_and_mul(x, torch.nn.Identity())
+    error = (actual.double() - expected).norm() / expected.norm()
     assert error < torch.finfo(dtype).eps
+
+
+@pytest.mark.skipif(not current_platform.is_cuda(), reason="the kernels need a GPU")
+@pytest.mark.parametrize("width", [1024, 2816, 40])
+def test_rows_come_quantized_for_a_layer_that_takes_them(width: int) -> None:
+    """The engine's own quantization of what the kernel gives without."""
+    torch.manual_seed(width)
+    layer = torch.nn.Identity()
+    layer._input_quant_key = kFp8DynamicTokenSym
+    plain = torch.nn.Identity()
+    x = torch.randn(33, 2 * width, device=DEVICE).bfloat16()
+    rows = x[:, :width].contiguous()
+    residual = torch.randn_like(rows)
+    weight = torch.rand(width, device=DEVICE).bfloat16()
+    pairs = [
+        (rows, quantized_for(layer, rows)),
+        (silu_and_mul(x, plain), silu_and_mul(x, layer)),
+        (
+            rms_norm_(rows.clone(), residual.clone(), weight, 1e-5, plain),
+            rms_norm_(rows.clone(), residual.clone(), weight, 1e-5, layer),
+        ),
+    ]
+    for values, quantized in pairs:
+        data, scale = ops.scaled_fp8_quant(values, use_per_token_if_dynamic=True)
+        assert quantized.orig_shape == values.shape
+        torch.testing.assert_close(quantized.scale, scale)
+        # A value between two of the type may go to either.
+        difference = quantized.data.float() - data.float()
+        assert (difference.abs() <= data.float().abs() / 8).all()
+        assert (difference != 0).float().mean() < 0.01

@@ -28,10 +28,9 @@ from .visual_tokenizer import VisualTokenizer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MAX_GRAPH_TILES = 4
-"""Most tiles that graphs are captured for unless the user names other budgets. Beyond
-that a GPU is busy longer than its launches take, and padding to the next power of two
-costs more than a graph saves."""
+MAX_GRAPH_TILES = 10
+"""Most tiles that graphs are captured for unless the user names other budgets: those of
+the largest picture at the authors' own max_partition."""
 
 
 class OvisEncoderGraphs(SupportsEncoderCudaGraph):

@@ -7,6 +7,13 @@ import torch.nn.functional as F
 
 from vllm import envs
 from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
+from vllm.model_executor.layers.fusion.quant_activation import (
+    QuantizedActivation,
+    get_input_quant_key,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8DynamicTokenSym,
+)
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.math_utils import round_up
@@ -227,59 +234,140 @@ def _word_probabilities_kernel(
     tl.store(row + columns, y.to(logits.dtype.element_ty), mask=exists)
 
 
-def add_rms_norm_(
-    update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add to the residual and normalise the sum, both in place; Triton only.
+def takes_fp8(layer: torch.nn.Module) -> bool:
+    """Whether a linear layer takes rows that come quantized, each with its scale.
+
+    Not in the engine's batch-invariant mode, where such a layer multiplies otherwise.
+    """
+    return (
+        USES_TRITON
+        and current_platform.is_cuda()
+        and not envs.VLLM_BATCH_INVARIANT
+        and get_input_quant_key(layer) == kFp8DynamicTokenSym
+    )
+
+
+def quantized_for(
+    layer: torch.nn.Module, x: torch.Tensor
+) -> torch.Tensor | QuantizedActivation:
+    """Quantize rows, [rows, width] and contiguous, for a layer that takes them so."""
+    if not takes_fp8(layer):
+        return x
+    output = _empty_fp8(x, x.shape[1])
+    _quantize_rows_kernel[(x.shape[0],)](
+        x,
+        output.data,
+        output.scale,
+        x.shape[1],
+        BLOCK=triton.next_power_of_2(x.shape[1]),
+        num_warps=4,
+    )
+    return output
+
+
+def _empty_fp8(x: torch.Tensor, width: int) -> QuantizedActivation:
+    shape = torch.Size((x.shape[0], width))
+    return QuantizedActivation(
+        data=x.new_empty(shape, dtype=current_platform.fp8_dtype()),
+        scale=x.new_empty(x.shape[0], 1, dtype=torch.float32),
+        orig_dtype=x.dtype,
+        orig_shape=shape,
+        quant_key=kFp8DynamicTokenSym,
+    )
+
+
+@triton.jit
+def _store_fp8(x, output, scales, row, place, exists):
+    # The engine's rule for dynamic scales of rows: the largest magnitude becomes the
+    # largest number of the type, and a scale is at least 1 / (448 * 512).
+    scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1.0 / (448.0 * 512.0))
+    tl.store(scales + row, scale)
+    x = (x * (1.0 / scale)).to(output.dtype.element_ty)
+    tl.store(output + place, x, mask=exists)
+
+
+@triton.jit
+def _quantize_rows_kernel(x, output, scales, width, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    exists = columns < width
+    row = tl.program_id(0).to(tl.int64)
+    place = row * width + columns
+    value = tl.load(x + place, mask=exists, other=0.0).to(tl.float32)
+    _store_fp8(value, output, scales, row, place, exists)
+
+
+def rms_norm_(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    consumer: torch.nn.Module | None,
+) -> torch.Tensor | QuantizedActivation:
+    """Normalise rows, or their sum with a residual; Triton only.
 
     The sum is rounded to the tensors' type before it is normalised, and the normalised
     value before it is weighted, as the authors' separate steps do.
 
     Args:
-        update: [tokens, width], contiguous; becomes the normalised sum.
+        x: [tokens, width], contiguous; overwritten unless the result is quantized.
         residual: The same shape; becomes the sum.
         weight: [width], RMSNorm's weight.
         eps: RMSNorm's epsilon.
+        consumer: Linear layer that gets the result, quantized where it takes it so.
 
     Returns:
-        `update`.
+        The normalised rows.
 
     """
-    tokens, width = update.shape
-    _add_rms_norm_kernel[(tokens,)](
-        update,
+    tokens, width = x.shape
+    quantizes = consumer is not None and takes_fp8(consumer)
+    quantized = _empty_fp8(x, width) if quantizes else None
+    _rms_norm_kernel[(tokens,)](
+        x,
         residual,
         weight,
+        x if quantized is None else quantized.data,
+        None if quantized is None else quantized.scale,
         width,
         eps,
         BLOCK=triton.next_power_of_2(width),
         num_warps=4,
     )
-    return update
+    return x if quantized is None else quantized
 
 
 @triton.jit
-def _add_rms_norm_kernel(update, residual, weight, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, residual, weight, output, scales, width, eps, BLOCK: tl.constexpr
+):
     columns = tl.arange(0, BLOCK)
     exists = columns < width
-    place = tl.program_id(0).to(tl.int64) * width + columns
-    dtype = update.dtype.element_ty
-    x = tl.load(update + place, mask=exists, other=0.0).to(tl.float32)
-    x += tl.load(residual + place, mask=exists, other=0.0).to(tl.float32)
-    total = x.to(dtype)
-    tl.store(residual + place, total, mask=exists)
-    x = total.to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    row = tl.program_id(0).to(tl.int64)
+    place = row * width + columns
+    dtype = x.dtype.element_ty
+    value = tl.load(x + place, mask=exists, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + place, mask=exists, other=0.0).to(tl.float32)
+        total = value.to(dtype)
+        tl.store(residual + place, total, mask=exists)
+        value = total.to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     gain = tl.load(weight + columns, mask=exists, other=0.0).to(tl.float32)
-    x = x.to(dtype).to(tl.float32) * gain
-    tl.store(update + place, x.to(dtype), mask=exists)
+    normed = (value.to(dtype).to(tl.float32) * gain).to(dtype)
+    if scales is None:
+        tl.store(output + place, normed, mask=exists)
+    else:
+        _store_fp8(normed.to(tl.float32), output, scales, row, place, exists)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(
+    x: torch.Tensor, consumer: torch.nn.Module
+) -> torch.Tensor | QuantizedActivation:
     """silu(gate) * up; Triton only.
 
     Args:
         x: [tokens, 2 * width], contiguous: gate, then up.
+        consumer: Linear layer that gets the result, quantized where it takes it so.
 
     Returns:
         [tokens, width]. silu is rounded to the tensor's type before the product, as
@@ -287,21 +375,32 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
     """
     tokens, width = x.shape[0], x.shape[1] // 2
-    output = x.new_empty(tokens, width)
+    quantized = _empty_fp8(x, width) if takes_fp8(consumer) else None
+    output = x.new_empty(tokens, width) if quantized is None else quantized.data
     _silu_and_mul_kernel[(tokens,)](
-        x, output, width, BLOCK=triton.next_power_of_2(width), num_warps=8
+        x,
+        output,
+        None if quantized is None else quantized.scale,
+        width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8,
     )
-    return output
+    return output if quantized is None else quantized
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, output, width, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, output, scales, width, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     exists = columns < width
     row = tl.program_id(0).to(tl.int64)
     source = x + row * 2 * width + columns
+    place = row * width + columns
     dtype = x.dtype.element_ty
     gate = tl.load(source, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=exists, other=0.0).to(tl.float32)
     gate = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    tl.store(output + row * width + columns, (gate * up).to(dtype), mask=exists)
+    product = (gate * up).to(dtype)
+    if scales is None:
+        tl.store(output + place, product, mask=exists)
+    else:
+        _store_fp8(product.to(tl.float32), output, scales, row, place, exists)

@@ -33,6 +33,7 @@ from .ops import (
     linear,
     normalized_patches,
     padded_patches,
+    quantized_for,
     word_probabilities_,
 )
 from .towers.aimv2 import AIMv2Tower
@@ -198,7 +199,7 @@ class VisualVocabulary(nn.Module):
         return self._sum_over_ranks(embeddings)
 
     def _embed(self, features: torch.Tensor) -> torch.Tensor:
-        logits = self.linear(features)
+        logits = self.linear(quantized_for(self.linear, features))
         if self.tokenize_function == "softmax" and self.tp_size == 1:
             word_probabilities_(
                 logits, self.num_words, self.norm_weight, self.norm_bias, self.norm_eps

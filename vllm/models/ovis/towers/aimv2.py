@@ -16,7 +16,7 @@ from vllm.compilation.decorators import (
     support_torch_compile,
 )
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
@@ -28,9 +28,9 @@ from vllm.model_executor.models.utils import WeightsMapper
 from ..config import VisionConfig
 from ..ops import silu_and_mul
 from .common import (
-    AddRMSNorm,
     PatchEmbedding,
     TowerAttention,
+    TowerRMSNorm,
     load_tower_weights,
     runs_own_kernels,
 )
@@ -56,7 +56,8 @@ class AIMv2MLP(nn.Module):
             disable_tp=disable_tp,
             return_bias=False,
         )
-        self.act = silu_and_mul if runs_own_kernels() else SiluAndMul()
+        self.act = SiluAndMul()
+        self.runs_own_kernels = runs_own_kernels()
         self.fc2 = RowParallelLinear(
             sizes.intermediate_size,
             sizes.hidden_size,
@@ -67,9 +68,14 @@ class AIMv2MLP(nn.Module):
             return_bias=False,
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor | QuantizedActivation
+    ) -> torch.Tensor:
         """[tokens, hidden_size] to the same shape."""
-        return self.fc2(self.act(self.fc13(hidden_states)))
+        gate_and_up = self.fc13(hidden_states)
+        if self.runs_own_kernels:
+            return self.fc2(silu_and_mul(gate_and_up, self.fc2))
+        return self.fc2(self.act(gate_and_up))
 
 
 @support_torch_compile(
@@ -88,7 +94,7 @@ class AIMv2Block(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.norm_1 = AddRMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.norm_1 = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.attn = TowerAttention(
             sizes.hidden_size,
             sizes.num_heads,
@@ -101,7 +107,7 @@ class AIMv2Block(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.attn",
         )
-        self.norm_2 = AddRMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.norm_2 = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.mlp = AIMv2MLP(sizes, disable_tp, quant_config, f"{prefix}.mlp")
 
     def forward(
@@ -117,9 +123,10 @@ class AIMv2Block(nn.Module):
             This layer's update, and the residual that it goes on top of.
 
         """
-        hidden_states, residual = self.norm_1(update, residual)
+        qkv, fc13 = self.attn.input_layer, self.mlp.fc13
+        hidden_states, residual = self.norm_1(update, residual, qkv)
         update = self.attn(hidden_states)
-        hidden_states, residual = self.norm_2(update, residual)
+        hidden_states, residual = self.norm_2(update, residual, fc13)
         return self.mlp(hidden_states), residual
 
 
@@ -129,11 +136,11 @@ class AIMv2Patchifier(nn.Module):
     def __init__(self, sizes: VisionConfig) -> None:
         super().__init__()
         self.proj = PatchEmbedding(sizes.patch_size, sizes.hidden_size)
-        self.norm = RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.norm = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """[tiles, patches, padded_patch_width] to [tiles, patches, hidden_size]."""
-        return self.norm(self.proj(patches))
+        return self.norm(self.proj(patches)).view(*patches.shape[:2], -1)
 
 
 class AIMv2Preprocessor(nn.Module):

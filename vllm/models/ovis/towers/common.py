@@ -13,13 +13,21 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.mm_encoder_attention import (
     MMEncoderAttention,
 )
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
-from ..ops import USES_TRITON, add_rms_norm_, linear, padded_patch_width, padded_patches
+from ..ops import (
+    USES_TRITON,
+    linear,
+    padded_patch_width,
+    padded_patches,
+    quantized_for,
+    rms_norm_,
+)
 
 
 def runs_own_kernels() -> bool:
@@ -33,26 +41,36 @@ def runs_own_kernels() -> bool:
     return USES_TRITON and not compilation_config.compile_mm_encoder
 
 
-class AddRMSNorm(RMSNorm):
-    """RMSNorm of a sum: one kernel, also outside the compiled text model."""
+class TowerRMSNorm(RMSNorm):
+    """RMSNorm that is one kernel, also outside the compiled text model."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
         self.runs_own_kernel = runs_own_kernels()
 
     def forward(
-        self, update: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise update + residual; both, [tokens, width], may be overwritten.
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        consumer: nn.Module | None = None,
+    ) -> Any:
+        """Normalise x, or x + residual; both, [tokens, width], may be overwritten.
+
+        Args:
+            x: What is normalised, or added first.
+            residual: What it is added to.
+            consumer: Linear layer that gets the result, quantized where it takes it
+                so.
 
         Returns:
-            The normalised sum and the sum.
+            The normalised rows; with a residual, a pair of them and the sum.
 
         """
-        if self.runs_own_kernel:
-            eps = self.variance_epsilon
-            return add_rms_norm_(update, residual, self.weight, eps), residual
-        return super().forward(update, residual)
+        if not self.runs_own_kernel:
+            return super().forward(x, residual)
+        eps = self.variance_epsilon
+        normed = rms_norm_(x, residual, self.weight, eps, consumer)
+        return normed if residual is None else (normed, residual)
 
 
 class PatchEmbedding(nn.Module):
@@ -83,11 +101,10 @@ class PatchEmbedding(nn.Module):
                 patch in (channel, row, column) order.
 
         Returns:
-            [tiles, patches, hidden_size].
+            [tiles * patches, hidden_size].
 
         """
-        embedded = linear(patches.flatten(0, 1), self.weight, self.bias)
-        return embedded.view(*patches.shape[:2], -1)
+        return linear(patches.flatten(0, 1), self.weight, self.bias)
 
 
 class TowerAttention(nn.Module):
@@ -110,6 +127,7 @@ class TowerAttention(nn.Module):
         super().__init__()
         self.head_size = hidden_size // num_heads
         self.patches = patches
+        self.runs_own_kernels = runs_own_kernels()
         tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
         self.num_heads = num_heads // tp_size
         # The two projections keep the checkpoint's names, which differ between
@@ -146,12 +164,22 @@ class TowerAttention(nn.Module):
             self.num_heads, self.head_size, prefix=f"{prefix}.attn"
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    @property
+    def input_layer(self) -> nn.Module:
+        """The linear layer that takes the input."""
+        return getattr(self, self.qkv_name)
+
+    def forward(
+        self, hidden_states: torch.Tensor | QuantizedActivation
+    ) -> torch.Tensor:
         """Attend within each tile, [tiles * patches, hidden_size] to the same."""
-        qkv = getattr(self, self.qkv_name)(hidden_states)
+        qkv = self.input_layer(hidden_states)
         query, key, value = qkv.view(-1, self.patches, qkv.shape[-1]).chunk(3, dim=-1)
         attended = self.attn(query, key, value).flatten(0, 1)
-        return getattr(self, self.proj_name)(attended)
+        output_layer = getattr(self, self.proj_name)
+        if self.runs_own_kernels:
+            attended = quantized_for(output_layer, attended)
+        return output_layer(attended)
 
 
 def load_tower_weights(

@@ -109,7 +109,8 @@ class SiglipEmbeddings(nn.Module):
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """[tiles, patches, padded_patch_width] to [tiles, patches, hidden_size]."""
-        return self.patch_embedding(patches) + self.position_embedding.weight
+        embedded = self.patch_embedding(patches).view(*patches.shape[:2], -1)
+        return embedded + self.position_embedding.weight
 
 
 class SiglipEncoder(nn.Module):
