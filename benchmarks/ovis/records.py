@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RATES = ("images/s", "requests/s")
+RATES = ("images/s", "requests/s", "TFLOP/s", "TB/s")
 """Units of which more is better; of all others less is."""
 
 SIDES = ("release", "fork")

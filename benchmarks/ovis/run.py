@@ -65,6 +65,10 @@ def prepare(build: Environment, arguments: dict[str, Any]) -> list[Measurement]:
     return build.measure("prepare", variables={"OMP_NUM_THREADS": "1"})
 
 
+def frontend(build: Environment, arguments: dict[str, Any]) -> list[Measurement]:
+    return build.measure("frontend", [small_checkpoint(), *map(str, SIZE)])
+
+
 def cpu_offline(build: Environment, arguments: dict[str, Any]) -> list[Measurement]:
     return build.measure("offline", [small_checkpoint(), *map(str, SIZE), "16"])
 
@@ -96,8 +100,18 @@ def gpu_server(build: Environment, arguments: dict[str, Any]) -> list[Measuremen
 
 
 SECTIONS: dict[str, dict[str, Section]] = {
-    "cpu": {"prepare": prepare, "offline": cpu_offline, "server": cpu_server},
-    "gpu": {"prepare": prepare, "encode": gpu_encode, "server": gpu_server},
+    "cpu": {
+        "prepare": prepare,
+        "frontend": frontend,
+        "offline": cpu_offline,
+        "server": cpu_server,
+    },
+    "gpu": {
+        "prepare": prepare,
+        "frontend": frontend,
+        "encode": gpu_encode,
+        "server": gpu_server,
+    },
 }
 
 

@@ -106,31 +106,28 @@ def profile_stages(call: Callable[[], Any], sizes: Sizes) -> dict[str, float]:
     return total
 
 
-class Recorder:
-    """Keeps what the runner's encoder and the model were last called with."""
+def items_of_request(engine: Any, runner: Any, pictures: list[Any]) -> Any:
+    """What the engine gives its runner to encode for a request with these pictures."""
+    from vllm import SamplingParams
 
-    def __init__(self, runner: Any) -> None:
-        self.encoder = runner.model_state.encoder_runner
-        self.model = self.encoder.model
-        self.execute = self.encoder.execute_mm_encoder
-        self.embed = self.model.embed_multimodal
-        self.items: Any = None
-        self.batch: dict[str, Any] = {}
-        self.encoder.execute_mm_encoder = self._execute
-        self.model.embed_multimodal = self._embed
+    encoder = runner.model_state.encoder_runner
+    execute = encoder.execute_mm_encoder
+    recorded: list[Any] = []
 
-    def _execute(self, items: Any) -> Any:
-        self.items = items
-        return self.execute(items)
+    def recording(items: Any) -> Any:
+        recorded.extend(items)
+        return execute(items)
 
-    def _embed(self, **batch: Any) -> Any:
-        self.batch = batch
-        return self.embed(**batch)
-
-    def stop(self) -> None:
-        """Leave both as they were."""
-        self.encoder.execute_mm_encoder = self.execute
-        self.model.embed_multimodal = self.embed
+    encoder.execute_mm_encoder = recording
+    prompt = "<|im_start|>user\n" + "<image>\n" * len(pictures) + "?<|im_end|>\n"
+    try:
+        engine.generate(
+            {"prompt": prompt, "multi_modal_data": {"image": pictures}},
+            SamplingParams(max_tokens=1),
+        )
+    finally:
+        del encoder.execute_mm_encoder
+    return recorded
 
 
 def measure_encode(
@@ -139,31 +136,24 @@ def measure_encode(
     """Rows of each number of tiles: whole, device memory, stages."""
     import torch
 
-    from vllm import SamplingParams
     from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
+    encoder = runner.model_state.encoder_runner
     rows = []
     for tiles, picture_sizes in PICTURES.items():
         pictures = [
             make_pictures(*size, 1, seed=1000 * tiles + index)[0]
             for index, size in enumerate(picture_sizes)
         ]
-        prompt = "<|im_start|>user\n" + "<image>\n" * len(pictures) + "?<|im_end|>\n"
-        recorder = Recorder(runner)
-        engine.generate(
-            {"prompt": prompt, "multi_modal_data": {"image": pictures}},
-            SamplingParams(max_tokens=1),
-        )
-        recorder.stop()
-        items = recorder.items
+        items = items_of_request(engine, runner, pictures)
         ((_, _, batch),) = group_and_batch_mm_kwargs(items, device=runner.device)
         with torch.inference_mode():
 
-            def run(execute: Any = recorder.execute, items: Any = items) -> Any:
-                return execute(items)
+            def run(items: Any = items) -> Any:
+                return encoder.execute_mm_encoder(items)
 
-            def embed(embed: Any = recorder.embed, batch: Any = batch) -> Any:
-                return embed(**batch)
+            def embed(batch: Any = batch) -> Any:
+                return encoder.model.embed_multimodal(**batch)
 
             floor = encode_floor(sizes, tiles, speed)
             count = f"{tiles} tile" + "s" * (tiles > 1)
@@ -215,8 +205,8 @@ def measure(checkpoint: str, arguments: str) -> list[Measurement]:
     ceiling = request_floor(sizes, OFFLINE_TILES, OFFLINE_TOKENS, speed)
     return [
         Measurement("engine start: import and start", "s", [started]),
-        Measurement("device: matrix product, TFLOP/s", "TFLOP/s", [speed.flops / 1e12]),
-        Measurement("device: copy, TB/s", "TB/s", [speed.bandwidth / 1e12]),
+        Measurement("device: matrix product", "TFLOP/s", [speed.flops / 1e12]),
+        Measurement("device: copy", "TB/s", [speed.bandwidth / 1e12]),
         *measure_encode(engine, runner, sizes, speed),
         throughput(engine, OFFLINE_SIZE, OFFLINE_IMAGES, ceiling),
     ]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,8 +23,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import regex as re
 
 from benchmarks.ovis.pictures import make_pictures, to_data_url
 from benchmarks.ovis.records import Measurement
