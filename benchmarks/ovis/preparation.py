@@ -36,7 +36,7 @@ def load_release() -> Prepare | None:
     if not hasattr(OvisProcessor, "preprocess_image"):
         return None
     torch.set_num_threads(1)
-    processor = OvisProcessor.__new__(OvisProcessor)
+    processor: Any = OvisProcessor.__new__(OvisProcessor)
     processor.image_processor = CLIPImageProcessor(
         crop_size={"height": SIDE, "width": SIDE},
         size={"shortest_edge": SIDE},

@@ -4,8 +4,9 @@
 
     python -m benchmarks.ovis.report
 
-A table stands between the comments "table: NAME PREFIX,..." and "end of table", where
-NAME.json holds the results and the prefixes choose the groups of rows.
+A table stands between the comments "table: NAME | GROUP; GROUP" and "end of table":
+NAME.json holds the results, a group is what stands before the colon of a row's name.
+Plots of some groups follow their table.
 """
 
 import re
@@ -20,7 +21,8 @@ PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "performance"
 RESULTS = ROOT / "benchmarks" / "ovis" / "results"
 TABLE = re.compile(
-    r"(<!-- table: (?P<name>\w+) (?P<groups>[^>]*?) -->\n).*?(<!-- end of table -->)",
+    r"(<!-- table: (?P<name>\w+) \| (?P<groups>[^>]*?) -->\n)"
+    r".*?(<!-- end of table -->)",
     re.DOTALL,
 )
 
@@ -51,16 +53,29 @@ def fill_tables(page: str, results: Results) -> str:
     """
 
     def fill(match: re.Match[str]) -> str:
-        name, groups = match["name"], match["groups"].split(", ")
+        name, groups = match["name"], match["groups"].split("; ")
         if name not in results:
             return f"{match[1]}\nNot measured yet.\n\n{match[4]}"
         about, records = results[name]
         rows = [row for row in records if row.group in groups]
         if missing := set(groups) - {row.group for row in rows}:
             raise ValueError(f"{name}.json has no rows of {sorted(missing)}")
-        return f"{match[1]}\n{describe(about)}\n\n{table(rows)}\n\n{match[4]}"
+        plots = [
+            f"![{PLOTTED[group]}]({PLOTS.name}/{plot_file(name, group)})\n\n"
+            for group in groups
+            if group in PLOTTED
+        ]
+        return (
+            f"{match[1]}\n{describe(about)}\n\n{table(rows)}\n\n{''.join(plots)}"
+            f"{match[4]}"
+        )
 
     return TABLE.sub(fill, page)
+
+
+def plot_file(name: str, group: str) -> str:
+    """Name of the plot of a group of rows."""
+    return f"{name}-{group.replace(' ', '-')}.svg"
 
 
 def describe(about: dict[str, Any]) -> str:
@@ -121,8 +136,7 @@ def main() -> None:
         for group, title in PLOTTED.items():
             rows = [row for row in records if row.group == group]
             if rows:
-                file = f"{name}-{group.replace(' ', '-')}.svg"
-                plot(f"{title} ({name})", rows, PLOTS / file)
+                plot(f"{title} ({name})", rows, PLOTS / plot_file(name, group))
 
 
 if __name__ == "__main__":

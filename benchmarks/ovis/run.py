@@ -188,6 +188,8 @@ def main() -> None:
     options = parse()
     builds = environments(options)
     about = describe(builds[1])
+    if options.kind == "gpu" and not about["gpus"]:
+        sys.exit("the fork's environment sees no NVIDIA GPU; measure 'cpu' instead")
     output = options.output or results_file(options.kind, about)
     rows = {}
     if output.exists():

@@ -19,7 +19,7 @@ from benchmarks.ovis.workers import run_worker
 CONCURRENCIES = (1, 8, 32)
 RUNS = 3
 REQUESTS_OF_A_RUN = 32
-SECONDS_OF_A_RUN = 3.0
+SECONDS_OF_A_RUN = 2.0
 
 
 def start_renderer(checkpoint: str) -> Any:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def measure() -> list[Measurement]:
             Measurement(
                 f"picture to tiles: {size}",
                 "ms",
-                milliseconds(lambda picture=picture: prepare(picture)),
+                milliseconds(partial(prepare, picture)),
                 copy_floor(picture),
             ),
             Measurement(
