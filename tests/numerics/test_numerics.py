@@ -23,7 +23,13 @@ from tools.numerics import batches, operators, plot, reference, tables, trace
 from tools.numerics.attention import blockwise, other_attention
 from tools.numerics.cases import Case, batch_cases, stage_cases
 from tools.numerics.records import Record, bad, difference, relative_bound, verdict
-from tools.numerics.stages import References, StageErrors, compare_tokens, mark_images
+from tools.numerics.stages import (
+    References,
+    StageErrors,
+    compare_tokens,
+    like,
+    mark_images,
+)
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = golden.checkpoint_path("tiny-ovis2")
@@ -172,6 +178,14 @@ def test_images_are_where_they_are_expected() -> None:
     assert not mark_images(torch.tensor([9, 9, 9, 6]), expected).equal(expected)
 
 
+def test_zeros_behind_a_patch_are_no_fault_and_other_values_are() -> None:
+    patches = torch.ones(2, 4, 3)
+    padded = torch.nn.functional.pad(patches, (0, 2))
+    assert torch.equal(like(padded, patches, trace.PIXELS), patches)
+    padded[0, 0, -1] = 1
+    assert difference(like(padded, patches, trace.PIXELS), patches) == math.inf
+
+
 # The second attention
 
 
@@ -242,6 +256,13 @@ def test_batches_must_be_bitwise_equal(other: batches.Run, verdicts: list[str]) 
     alone = [run_of([1, 2], [1.0, 2.0], [3.0])]
     found = list(batches.compare("batched", "bfloat16", alone, other, bound=0.0))
     assert [record.verdict for record in found] == verdicts
+
+
+def test_embeddings_that_were_not_seen_are_not_compared() -> None:
+    alone = [run_of([1, 2], [1.0, 2.0], [3.0])]
+    batches.check_all_seen(alone, 1)
+    with pytest.raises(ValueError, match="of 2 pictures, 1 were seen"):
+        batches.check_all_seen(alone, 2)
 
 
 def test_pictures_are_known_by_their_tiles() -> None:

@@ -112,6 +112,21 @@ def agreement(
     return equal / sum(map(len, wanted))
 
 
+def check_all_seen(alone: Sequence[Run], pictures: int) -> None:
+    """Refuse to compare embeddings that were not recorded.
+
+    Raises:
+        ValueError: The engine encoded pictures past `embed_multimodal`.
+
+    """
+    seen = len(joined(alone).visual)
+    if seen != pictures:
+        raise ValueError(
+            f"of {pictures} pictures, {seen} were seen to be encoded by "
+            "embed_multimodal; an engine that encodes otherwise cannot be compared"
+        )
+
+
 def compare(
     way: str, dtype: str, alone: Sequence[Run], run: Run, bound: float | None
 ) -> Iterator[Record]:
@@ -167,14 +182,13 @@ def records(
     """
     bound = 0.0 if batch_invariant else FLOAT32_BOUND if dtype == "float32" else None
     layout = reference.layout(folder)
-    requests = [
-        engine.request(layout.format(case.text), case)
-        for case in batch_cases(layout.side)
-    ]
+    cases = batch_cases(layout.side)
+    requests = [engine.request(layout.format(case.text), case) for case in cases]
 
     with engine.started(folder, dtype, device) as llm:
         taps: Taps = llm.apply_model(Taps)[0]
         alone = taps.alone(llm, requests)
+        check_all_seen(alone, sum(len(case.sizes) for case in cases))
         runs = {"batched": taps.together(llm, requests)}
         backwards = taps.together(llm, requests[::-1])
         backwards.tokens.reverse()

@@ -120,45 +120,52 @@ def _attention_backends(model: Any) -> dict[str, str]:
 
 
 class Recorder:
-    """Hooks on the engine's model that keep what one prompt makes of it.
+    """Keeps what the engine's model makes of one prompt.
 
     Recording ends with the prompt's logits, so the steps after it are not recorded.
+    The modules' `forward` is wrapped: classes that vLLM may compile call it themselves,
+    past torch's hooks.
     """
 
     def __init__(self, model: Any) -> None:
         self.made: dict[str, list[Tensor]] | None = None
         backbone, layers = model.visual_tokenizer.backbone, model.llm.model.layers
-        backbone.register_forward_pre_hook(
-            lambda module, inputs: self._keep(trace.PIXELS, inputs[0])
-        )
         for index, layer in enumerate(trace.layers_of(backbone)):
-            self._hook(layer, trace.tower_layer(index))
-        self._hook(backbone, trace.FEATURES)
-        self._hook(model.visual_tokenizer.head, trace.VISUAL)
-        self._signature = inspect.signature(layers[0].forward)
-        layers[0].register_forward_pre_hook(self._keep_merged, with_kwargs=True)
+            self._tap(layer, trace.tower_layer(index))
+        self._tap(backbone, trace.FEATURES, ("patches", trace.PIXELS))
+        self._tap(model.visual_tokenizer.head, trace.VISUAL)
         for index, layer in enumerate(layers):
-            self._hook(layer, trace.text_layer(index))
+            inputs = ("hidden_states", trace.MERGED) if index == 0 else None
+            self._tap(layer, trace.text_layer(index), inputs)
         self._compute_logits = model.compute_logits
         model.compute_logits = self._logits
 
-    def _hook(self, module: Any, name: str) -> None:
-        module.register_forward_hook(
-            lambda module, inputs, output: self._keep(name, output)
-        )
+    def _tap(
+        self, module: Any, name: str, taken: tuple[str, str] | None = None
+    ) -> None:
+        """Keep a module's output as `name`, and an argument as another name."""
+        forward = module.forward
+        signature = inspect.signature(forward)
+
+        def recording(*inputs: Any, **named: Any) -> Any:
+            if taken is not None:
+                bound = signature.bind(*inputs, **named)
+                self._keep(taken[1], bound.arguments[taken[0]])
+            output = forward(*inputs, **named)
+            self._keep(name, output)
+            return output
+
+        module.forward = recording
 
     def _keep(self, name: str, output: Any) -> None:
         if self.made is None:
             return
         if isinstance(output, tuple):
             # The residual travels beside the update; their sum is the layer's output.
-            output = sum(part for part in output[1:] if part is not None) + output[0]
+            update, residual = output
+            output = update if residual is None else residual + update
         # The engine's kernels write over their inputs.
         self.made.setdefault(name, []).append(output.detach().clone())
-
-    def _keep_merged(self, module: Any, inputs: Any, named: Any) -> None:
-        bound = self._signature.bind(*inputs, **named)
-        self._keep(trace.MERGED, bound.arguments["hidden_states"])
 
     def _logits(self, hidden_states: Tensor) -> Any:
         logits = self._compute_logits(hidden_states)

@@ -104,19 +104,15 @@ class StageErrors:
         if models.float32 is not models.same:
             wide, wide_logits = reference.run(models.float32, prompt, tokens)
 
-        traced = traced | {trace.IDS: mark_images(traced[trace.IDS], same[trace.IDS])}
-        if trace.PIXELS in traced:
-            traced[trace.PIXELS] = traced[trace.PIXELS].to(same[trace.PIXELS].dtype)
         for name, expected in same.items():
-            if name == trace.VISUAL:
-                traced[name] = traced[name].reshape(-1, expected.shape[-1])
+            actual = like(traced[name], expected, name)
             self.errors.setdefault(name, []).append(
                 Errors(
                     case.name,
                     magnitude(wide[name]),
-                    difference(traced[name], expected),
+                    difference(actual, expected),
                     difference(other[name], expected),
-                    difference(traced[name], wide[name]),
+                    difference(actual, wide[name]),
                     difference(expected, wide[name]),
                 )
             )
@@ -187,6 +183,26 @@ class StageErrors:
             noise_agreement=sum(c.noise_agreement for c in cases) / len(cases),
             case=where,
         )
+
+
+def like(actual: Tensor, expected: Tensor, name: str) -> Tensor:
+    """The engine's array of a stage in the reference's form.
+
+    Args:
+        actual: As recorded: patches may have zeros behind for alignment, tiles and
+            patches may be one dimension, ids hold a placeholder where images stand.
+        expected: The reference's array.
+        name: The stage or layer.
+
+    """
+    if name == trace.IDS:
+        return mark_images(actual, expected)
+    if name == trace.PIXELS:
+        width = expected.shape[-1]
+        return actual if actual[..., width:].any() else actual[..., :width]
+    if actual.numel() == expected.numel():
+        return actual.reshape(expected.shape)
+    return actual
 
 
 def mark_images(ids: Tensor, expected: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ Trace = dict[str, Tensor]
 """What was recorded, by stage or layer:
 
 - ids: int64 [prompt], -1 where an image stands
-- pixels: [tiles, patches, 3 * patch**2], each patch in (channel, row, column) order
-- tower layer N, tower features: [tiles, patches, width]
+- pixels: [tiles, patches, 3 * patch**2], each patch in (channel, row, column) order;
+  the engine's may have zeros behind
+- tower layer N, tower features: [tiles, patches, width]; the engine's may be flat
 - visual embeddings: [tiles * tokens per tile, hidden]
 - merged embeddings (as the first text layer gets them), text layer N: [prompt, hidden]
 - first-token logits: [vocabulary]
