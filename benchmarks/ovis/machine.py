@@ -17,7 +17,7 @@ PACKAGES = ("torch", "torchvision", "pillow", "transformers", "triton")
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, GPU if there is one, versions and date of this environment."""
+    """Processor, GPUs, versions, date, and how busy others kept the machine."""
     import torch
 
     import vllm
@@ -38,6 +38,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "vllm": vllm.__version__,
         **{name: found for name in PACKAGES if (found := installed(name))},
+        "load": round(os.getloadavg()[0], 1),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -86,7 +86,8 @@ def describe(about: dict[str, Any]) -> str:
     parts = [machine, f"{about['cores']} cores", f"Python {about['python']}"]
     parts += [f"{side} {about[side]}" for side in SIDES if side in about]
     parts += [f"{name} {about[name]}" for name in SHOWN if name in about]
-    return f"{', '.join(parts)}; {about['date']}."
+    load = f", load average {about['load']} before the run" if "load" in about else ""
+    return f"{', '.join(parts)}; {about['date']}{load}."
 
 
 def plot(title: str, rows: Sequence[Record], path: Path) -> None:
