@@ -133,7 +133,7 @@ def describe(build: Environment) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         check=True,
     ).stdout
-    return json.loads(output)
+    return json.loads(output.splitlines()[-1])
 
 
 def results_file(kind: str, machine: dict[str, Any]) -> Path:
@@ -187,7 +187,10 @@ def main() -> None:
     """Run the sections, one build after the other in each."""
     options = parse()
     builds = environments(options)
-    about = describe(builds[1])
+    described = {build.side: describe(build) for build in builds}
+    about = described["fork"] | {
+        side: machine["vllm"] for side, machine in described.items()
+    }
     if options.kind == "gpu" and not about["gpus"]:
         sys.exit("the fork's environment sees no NVIDIA GPU; measure 'cpu' instead")
     output = options.output or results_file(options.kind, about)
