@@ -19,11 +19,13 @@ from tests.models.ovis.test_engine_golden import (
     TOLERANCE,
     as_request,
     golden_greedy,
+    ready_tiles,
     relative_error,
 )
 from tests.reference.model import Reference
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter
 
@@ -101,7 +103,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 @pytest.fixture(scope="module")
 def lora_engine() -> Iterator[LLM]:
     with started(
-        enable_lora=True, enable_tower_connector_lora=True, max_loras=2, max_lora_rank=8
+        enable_lora=True,
+        enable_tower_connector_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+        enable_mm_embeds=True,
     ) as llm:
         yield llm
 
@@ -142,6 +148,14 @@ def expected(
         for adapter in (None, written.text, written.tower)
         for case in cases(*MIXED)
     }
+
+
+def picture_rows(case: dict[str, Any]) -> np.ndarray:
+    """The rows of a case's one picture among the authors' merged embeddings."""
+    merged = golden.arrays()[f"{CHECKPOINT}/{case['name']}/inputs_embeds"]
+    ids = np.array(case["expected"]["input_ids"])
+    (marks,) = np.nonzero(ids < 0)
+    return merged[marks[0] : len(merged) - (len(ids) - 1 - marks[-1])]
 
 
 def lora_request(adapter: Path, number: int) -> LoRARequest:
@@ -188,6 +202,58 @@ def test_adapters_share_a_batch(
     for (name, case), logits in zip(pairs, actual, strict=True):
         error = relative_error(logits, expected[name, case["name"]])
         assert error < TOLERANCE, (name, case["name"])
+
+
+def test_adapters_share_a_batch_of_all_kinds(
+    lora_engine: LLM, written: Adapters, expected: Any, tmp_path: Path
+) -> None:
+    """The tower runs once per kind of input, each time with that kind's adapters."""
+    picture, frames = cases("size_640x480", "video_4_frames")
+    request, video = as_request(picture), as_request(frames)
+    marks = "\n".join(["<image>"] * 4)
+    video = {
+        "prompt": video["prompt"].replace(marks, "<video>"),
+        "multi_modal_data": {"video": video["multi_modal_data"]["image"]},
+    }
+    normalised = ready_tiles(CHECKPOINT, picture, floating=True)
+    embeddings = torch.from_numpy(picture_rows(picture))
+    kinds = {
+        "picture": request,
+        "normalised": {**request, "multi_modal_data": {"image": normalised}},
+        "embeddings": {**request, "multi_modal_data": {"image": embeddings}},
+        "video": video,
+    }
+    loras = {
+        "": None,
+        "text": lora_request(written.text, 1),
+        "tower": lora_request(written.tower, 2),
+    }
+    of_video = {
+        name: merged_logits(tmp_path, getattr(written, name, None), frames)
+        for name in loras
+    }
+    pairs = [(name, kind) for name in ("tower", "", "text") for kind in kinds]
+    lora_engine.reset_mm_cache()
+    lora_engine.reset_prefix_cache()
+    actual = first_logits(
+        lora_engine,
+        [kinds[kind] for _, kind in pairs],
+        [loras[name] for name, _ in pairs],
+    )
+    for (name, kind), logits in zip(pairs, actual, strict=True):
+        # Embeddings have left the tower behind.
+        seen = "" if (name, kind) == ("tower", "embeddings") else name
+        right = of_video[seen] if kind == "video" else expected[seen, picture["name"]]
+        assert relative_error(logits, right) < TOLERANCE, (name, kind)
+
+
+def test_a_request_without_adapter_meets_none() -> None:
+    """On the CPU, slot -1 of a batch is no slot, and not the last one."""
+    weights = torch.ones(2, 1, adapters.RANK, 3)
+    slots = torch.tensor([0, -1, 1])
+    output = torch.full((3, adapters.RANK), torch.nan)
+    bgmv_shrink(torch.ones(3, 3), weights, output, slots, 2.0)
+    assert output.tolist() == [[share] * adapters.RANK for share in (6.0, 0.0, 6.0)]
 
 
 def test_an_adapter_of_the_head_is_refused(lora_engine: LLM, written: Adapters) -> None:
