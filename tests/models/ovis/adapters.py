@@ -32,6 +32,16 @@ TOWER = [
 
 HEAD = ["visual_tokenizer.head.0"]
 
+SIGLIP = [
+    f"visual_tokenizer.backbone.vision_model.encoder.layers.{layer}.{name}"
+    for layer in range(2)
+    for name in (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        *("self_attn.out_proj", "mlp.fc1", "mlp.fc2"),
+    )
+]
+"""Linear layers of the vision tower of tiny-ovis1.6-llama."""
+
 
 def write_adapter(
     folder: Path, checkpoint: Path, modules: Sequence[str], seed: int

@@ -37,7 +37,7 @@ MIXED = ("two_different_grids", "size_640x480", "no_image", "size_112x112")
 
 
 @contextmanager
-def started(**options: Any) -> Iterator[LLM]:
+def started(folder: Path = FOLDER, **options: Any) -> Iterator[LLM]:
     settings: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -50,15 +50,15 @@ def started(**options: Any) -> Iterator[LLM]:
         "generation_config": "vllm",
         **options,
     }
-    llm = LLM(str(FOLDER), **settings)
+    llm = LLM(str(folder), **settings)
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
 
 
-def cases(*names: str) -> list[dict[str, Any]]:
-    by_name = {case["name"]: case for case in golden.array_cases(CHECKPOINT)}
+def cases(*names: str, checkpoint: str = CHECKPOINT) -> list[dict[str, Any]]:
+    by_name = {case["name"]: case for case in golden.array_cases(checkpoint)}
     return [by_name[name] for name in names]
 
 
@@ -118,14 +118,16 @@ def merged_logits(folder: Path, adapter: Path | None, case: Any) -> np.ndarray:
     Args:
         folder: Where the merged checkpoint is written, once.
         adapter: None for the checkpoint as it is.
-        case: Golden case.
+        case: Golden case; it names the checkpoint.
 
     """
-    checkpoint = FOLDER
+    checkpoint = Path(golden.checkpoint_path(case["checkpoint"]))
     if adapter is not None:
-        checkpoint = folder / f"merged-{adapter.name}"
-        if not checkpoint.exists():
-            adapters.write_merged(checkpoint, FOLDER, adapters.changed_weights(adapter))
+        merged = folder / f"merged-{adapter.name}"
+        if not merged.exists():
+            changes = adapters.changed_weights(adapter)
+            adapters.write_merged(merged, checkpoint, changes)
+        checkpoint = merged
     reference = Reference(checkpoint)
     images = [golden.authors_view(image) for image in golden.case_images(case)]
     ids, pixels = reference.prepare(
@@ -180,6 +182,26 @@ def test_an_adapter_acts_as_its_merged_weights(
             assert change > 100 * TOLERANCE
         else:
             assert change == 0
+
+
+def test_an_adapter_of_the_first_generations_tower(tmp_path: Path) -> None:
+    """Ovis 1.6's SigLIP, whose modules the authors keep under `vision_model.`."""
+    checkpoint = "tiny-ovis1.6-llama"
+    folder = Path(golden.checkpoint_path(checkpoint))
+    adapter = adapters.write_adapter(
+        tmp_path / "siglip", folder, adapters.SIGLIP, seed=4
+    )
+    chosen = cases("size_640x480", "no_image", checkpoint=checkpoint)
+    with started(
+        folder, enable_lora=True, enable_tower_connector_lora=True, max_lora_rank=8
+    ) as llm:
+        requests = [as_request(case) for case in chosen]
+        actual = first_logits(llm, requests, lora_request(adapter, 1))
+    for case, logits in zip(chosen, actual, strict=True):
+        expected = merged_logits(tmp_path, adapter, case)
+        assert relative_error(logits, expected) < TOLERANCE
+        change = relative_error(expected, merged_logits(tmp_path, None, case))
+        assert (change > 100 * TOLERANCE) == bool(case["images"])
 
 
 def test_adapters_share_a_batch(
