@@ -205,6 +205,16 @@ def test_a_client_that_leaves_stops_its_request(url: str) -> None:
     assert metric(url, "vllm:generation_tokens_total") - before < 6000
 
 
+def test_a_client_that_times_out_stops_its_request(url: str) -> None:
+    """One that waits for a whole answer is gone without a word, too."""
+    before = metric(url, "vllm:generation_tokens_total")
+    messages = user_message(image_part(picture(6)), text_part("Tell all."))
+    with pytest.raises(httpx.ReadTimeout):
+        chat(url, messages, timeout=2, max_tokens=6000, ignore_eos=True)
+    wait_until_idle(url)
+    assert metric(url, "vllm:generation_tokens_total") - before < 6000
+
+
 def test_fuzzed_bodies_never_break_the_server(url: str) -> None:
     """Nonsense is answered or refused, never a 500, and the next request is right."""
     good = user_message(image_part(picture(5)), text_part("What do you see?"))
