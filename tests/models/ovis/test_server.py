@@ -215,6 +215,16 @@ def test_client_mistakes_are_told(
     assert answer.json()["choices"][0]["token_ids"] == expected_greedy(case)
 
 
+def test_tools_need_a_parser(url: str) -> None:
+    """A server without one says which options it lacks."""
+    tool = {"type": "function", "function": {"name": "paint", "parameters": {}}}
+    response = chat(
+        url, user_message(text_part("Paint it.")), tools=[tool], tool_choice="auto"
+    )
+    assert response.status_code == 400
+    assert "--enable-auto-tool-choice" in response.json()["error"]["message"]
+
+
 def test_scoped_image_options(url: str) -> None:
     """Options under `images_kwargs` count as the flat ones do."""
     message = user_message(image_part(PICTURE), text_part("What?"))
