@@ -6,6 +6,8 @@
 # make serve   vllm serve; MODEL=name-or-path PORT=8000 ARGS="..."
 # make load    a server under load for minutes; MODEL=..., ARGS="--minutes 4"
 # make test    lint, types, tests, checks of the series
+# make bench-cpu   release and fork side by side, below ten minutes on two cores
+# make bench-gpu   the same on an NVIDIA GPU, the vision encode and serving included
 # make wheel   the fork's wheel in dist/
 # make clean   remove what the others made, downloads included
 
@@ -20,7 +22,7 @@ MODEL ?= demo/tiny-ovis2
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: setup ready demo serve load test wheel clean
+.PHONY: setup ready demo serve load test bench-cpu bench-gpu wheel clean
 
 setup: ready $(STAMPS)/requirements-$(DEVICE)
 	$(PY) tools/fork develop --device $(DEVICE)
@@ -48,6 +50,10 @@ test: setup
 	$(PY) -m mypy
 	$(PY) -m pytest
 	$(PY) tools/fork check
+
+bench-cpu bench-gpu: bench-%: setup $(STAMPS)/requirements-bench
+	$(PY) -m benchmarks.ovis.run $* $(ARGS)
+	$(PY) -m benchmarks.ovis.report
 
 wheel: setup
 	$(PY) tools/fork wheel --device $(DEVICE) --out dist
@@ -78,4 +84,8 @@ $(STAMPS)/requirements-$(DEVICE): $(STAMPS)/created-$(DEVICE) requirements/$(DEV
 	@echo "== Installing what the fork, its tests and its checks need"
 	$(PY) -m pip install -r requirements/$(DEVICE).txt \
 	    -r requirements/test.txt -r requirements/lint.txt
+	touch $@
+
+$(STAMPS)/requirements-bench: $(STAMPS)/created-$(DEVICE) requirements/bench.txt
+	$(PY) -m pip install -r requirements/bench.txt
 	touch $@

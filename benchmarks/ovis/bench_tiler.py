@@ -7,7 +7,7 @@ taken from this directory, whatever that environment has. Competitors take turns
 process, as machines change their speed meanwhile; each figure is the best of its turns,
 in milliseconds, with the ratio to the slowest peer at hand behind it.
 
-    python benchmarks/ovis/bench_tiler.py [--json FILE] [--turns N] [--threads 1 2 4]
+    python -m benchmarks.ovis.bench_tiler [--json FILE] [--turns N] [--threads 1 2 4]
 """
 
 import argparse
@@ -20,14 +20,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from benchmarks.ovis.pictures import make_picture
+from benchmarks.ovis.preparation import SIDE, load_release
+
 ROOT = Path(__file__).resolve().parents[2]
-SIDE = 448
 SIZES = (
     *((640, 480), (1920, 1080), (4032, 3024)),
     *((1080, 2400), (1242, 2688), (600, 2000), (300, 1000), (200, 900)),
@@ -46,39 +48,6 @@ def load_package() -> ModuleType:
     package.__path__ = [str(directory)]
     sys.modules["ovis_here"] = package
     return importlib.import_module("ovis_here.images")
-
-
-def load_release() -> Callable[[Image.Image], Any] | None:
-    """The release's own preparation of a picture, or None if it is not installed."""
-    try:
-        import torch
-        from transformers import CLIPImageProcessor
-
-        from vllm.transformers_utils.processors.ovis import OvisProcessor
-    except ImportError:
-        return None
-    torch.set_num_threads(1)
-    # Only what preparing a picture needs: no checkpoint, no tokenizer.
-    processor = OvisProcessor.__new__(OvisProcessor)
-    processor.image_processor = CLIPImageProcessor(
-        crop_size={"height": SIDE, "width": SIDE},
-        size={"shortest_edge": SIDE},
-        do_center_crop=False,
-    )
-    processor.image_pad_token = "<|image_pad|>"
-    processor.image_segment_len = 255
-    processor.tokenizer = SimpleNamespace(get_vocab=lambda: {"<|image_pad|>": 0})
-    return lambda image: processor.preprocess_image(image, 9, 0.9, True, "pt")
-
-
-def make_picture(width: int, height: int) -> Image.Image:
-    """Smooth shapes and some noise, as in a photograph."""
-    random = np.random.default_rng(0)
-    y, x = np.mgrid[:height, :width].astype(np.float32)
-    waves = [np.sin(x / (31 + 7 * c)) + np.cos(y / (23 + 5 * c)) for c in range(3)]
-    values = np.stack(waves, -1) * 50 + 128
-    values += random.normal(0, 8, values.shape)
-    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
 def best_of(competitors: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:

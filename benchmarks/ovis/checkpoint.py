@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A checkpoint folder with the sizes of Ovis2-2B and no weights.
+"""A checkpoint folder with the sizes of Ovis2-2B, or small ones, and no weights.
 
 For engines started with `load_format="dummy"`: config, preprocessor, tokenizer in the
 authors' layout. The tokenizer is a small one whose special tokens were moved to the
@@ -9,15 +9,18 @@ released ids, because vLLM's own Ovis has those ids written into its code.
     python benchmarks/ovis/checkpoint.py TOKENIZER_FOLDER OUTPUT_FOLDER
 """
 
+import copy
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 FIRST_SPECIAL_ID = 151643
 """Id of the first special token of the released Qwen2 vocabulary."""
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Ovis"],
     "model_type": "ovis",
     "conversation_formatter_class": "QwenConversationFormatter",
@@ -69,12 +72,42 @@ CONFIG = {
 }
 
 
-def write_checkpoint(tokenizer_folder: Path, folder: Path) -> None:
-    """Write the folder; `tokenizer_folder` holds a small Qwen2 tokenizer and images'
-    settings (preprocessor_config.json).
+def small_config() -> dict[str, Any]:
+    """Tiles and tokens as in Ovis2-2B, so little arithmetic that a CPU serves it."""
+    config = copy.deepcopy(CONFIG)
+    config["hidden_size"] = 64
+    config["llm_config"] |= {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    visual = config["visual_tokenizer_config"]
+    visual["vocab_size"] = 512
+    visual["backbone_config"] |= {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return config
+
+
+def write_checkpoint(
+    tokenizer_folder: Path, folder: Path, config: Mapping[str, Any] = CONFIG
+) -> None:
+    """Write the folder.
+
+    Args:
+        tokenizer_folder: Has a small Qwen2 tokenizer and the settings of images
+            (preprocessor_config.json).
+        folder: Where to write, made if missing.
+        config: Content of config.json, for tiles of 448 pixels.
+
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
     preprocessor = json.loads(
         (tokenizer_folder / "preprocessor_config.json").read_text()

@@ -311,7 +311,7 @@ def test_tower_adapters_need_a_tower_that_every_rank_shares(
     # The engine's own answer needs two running ranks.
     monkeypatch.setattr(ovis, "is_vit_use_data_parallel", lambda num_heads: True)
     with pytest.raises(ValueError, match="--mm-encoder-tp-mode data"):
-        model._refuse_tower_lora_over_shared_tiles(vllm_config)
+        model._refuse_what_tower_lora_cannot_follow(vllm_config)
 
 
 def test_sleep_mode_is_refused_on_the_cpu() -> None:

@@ -303,6 +303,20 @@ def test_tiles_are_made_by_the_library(undecided, monkeypatch):
     assert len(tile_image(image, 112).pixels) > 1
 
 
+@needs_library
+def test_threads_share_large_pictures_only(undecided, monkeypatch):
+    asked = []
+
+    def resize(library, image, targets, threads):
+        asked.append(threads)
+
+    tile_image(picture("flat", 20, 20), 112)  # The library is tried without the fake.
+    monkeypatch.setattr(module, "resize_with_library", resize)
+    for size in ((720, 720), (740, 740)):
+        tile_image(picture("flat", *size), 112, threads=3)
+    assert asked == [1, 3]
+
+
 def test_refusals():
     image = picture("flat", 20, 10)
     box, rectangle = [(0, 0, 20, 10)], np.array([[0, 0, 8, 16]], np.int32)

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Requests to engine inputs: image kwargs, tiles, placeholder positions."""
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -45,6 +46,11 @@ from .processor import (
     validate_image_kwargs,
 )
 from .tiling import largest_grid, num_image_tokens, worst_case_image_size
+
+TILER_THREADS = min(4, os.cpu_count() or 1)
+"""Threads that share a picture. The engine's front end prepares one request after the
+other, whatever the number of cores, so that its cache is filled in the same order as
+the engine's: more cores can only help within a picture."""
 
 
 def flatten_image_kwargs(
@@ -286,7 +292,7 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
         tiled = []
         for image in images:
             if not isinstance(image, Mapping):
-                cut = tile_image(image, side, max_partition, threshold)
+                cut = tile_image(image, side, max_partition, threshold, TILER_THREADS)
                 image = {
                     "pixel_values": cut.pixels,
                     "rectangles": cut.rectangles,
@@ -304,7 +310,7 @@ class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
         side = self.info.ovis_processor.image_settings.side
         # Every frame is one tile (authors' behaviour, golden case video_4_frames).
         frames = [
-            tile_image(frame, side, max_partition=1)
+            tile_image(frame, side, max_partition=1, threads=TILER_THREADS)
             for video in videos
             for frame in video
         ]

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Ovis 1.6 and Ovis 2: visual embeddings beside an unmodified text model."""
 
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,9 +29,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.sequence import IntermediateTensors
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.utils.tensor_schema import TensorSchema, TensorShape
 
 from .config import OvisConfig
+from .encoder_graph import OvisEncoderGraphs
 from .inputs import (
     OvisDummyInputsBuilder,
     OvisMultiModalProcessor,
@@ -40,61 +40,10 @@ from .inputs import (
 from .marks import MARKERS, chat_mark
 from .processor import ImageSettings, resolve_image_pad_id
 from .quantization import check_kernels, visual_quant_config
+from .tile_batch import TILE_FIELDS, tile_batch
 from .tiling import TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
 from .weight_names import CHECKPOINT_NAMES
-
-TILE_FIELDS = ("pixel_values", "normalized_tiles", "video_pixels")
-"""Fields of an item whose first dimension counts its tiles."""
-
-
-class OvisImageInputs(TensorSchema):
-    """Tiles of all images of a batch.
-
-    Dimensions:
-        - n: tiles of all images
-        - s: side of a tile in pixels
-        - i: images
-    """
-
-    pixel_values: Annotated[torch.Tensor, TensorShape("n", "s", "s", 3)]
-    """uint8, zero outside each tile's picture."""
-    rectangles: Annotated[torch.Tensor, TensorShape("n", 4)]
-    """int32: top, left, height, width of the picture in each tile."""
-    grids: Annotated[torch.Tensor, TensorShape("i", 2)]
-    """Rows and columns of each image's grid, on the CPU."""
-
-
-class OvisNormalizedInputs(TensorSchema):
-    """Tiles that a client normalised.
-
-    Dimensions:
-        - n: tiles of all images
-        - s: side of a tile in pixels
-        - i: images
-    """
-
-    normalized_tiles: Annotated[torch.Tensor, TensorShape("n", 3, "s", "s")]
-    """float32, zero outside each tile's picture."""
-    grids: Annotated[torch.Tensor, TensorShape("i", 2)]
-    """Rows and columns of each image's grid, on the CPU."""
-
-
-class OvisVideoInputs(TensorSchema):
-    """Frames of all videos of a batch, one tile each.
-
-    Dimensions:
-        - n: frames of all videos
-        - s: side of a tile in pixels
-        - v: videos
-    """
-
-    video_pixels: Annotated[torch.Tensor, TensorShape("n", "s", "s", 3)]
-    """uint8, zero outside each frame's picture."""
-    video_rectangles: Annotated[torch.Tensor, TensorShape("n", 4)]
-    """int32: top, left, height, width of the picture in each tile."""
-    video_frames: Annotated[torch.Tensor, TensorShape("v")]
-    """Number of frames of each video, on the CPU."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -104,6 +53,7 @@ class OvisVideoInputs(TensorSchema):
 )
 class Ovis(
     nn.Module,
+    OvisEncoderGraphs,
     SupportsMultiModal,
     SupportsLoRA,
     SupportsPP,
@@ -160,7 +110,7 @@ class Ovis(
                 cached_tokenizer_from_config(vllm_config.model_config),
                 config.llm_config.model_type,
             )
-        self._refuse_tower_lora_over_shared_tiles(vllm_config)
+        self._refuse_what_tower_lora_cannot_follow(vllm_config)
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -235,91 +185,65 @@ class Ovis(
                 "into the checkpoint."
             )
 
-    def _refuse_tower_lora_over_shared_tiles(self, vllm_config: VllmConfig) -> None:
-        """Refuse tower adapters where each rank encodes tiles of its own.
+    def _refuse_what_tower_lora_cannot_follow(self, vllm_config: VllmConfig) -> None:
+        """Refuse tower adapters where the engine's map of adapters does not fit.
 
         The engine tells every rank which adapter each tile of the whole batch has.
         """
         lora = vllm_config.lora_config
-        if (
-            lora is not None
-            and lora.enable_tower_connector_lora
-            and is_vit_use_data_parallel(self.config.vision.num_heads)
-            and vllm_config.parallel_config.tensor_parallel_size > 1
-        ):
+        if lora is None or not lora.enable_tower_connector_lora:
+            return
+        heads = self.config.vision.num_heads
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        if is_vit_use_data_parallel(heads) and ranks > 1:
             raise ValueError(
                 "--enable-tower-connector-lora needs a vision tower sharded over the "
                 "tensor-parallel ranks, but here each rank encodes whole tiles "
-                "(--mm-encoder-tp-mode data, or "
-                f"{self.config.vision.num_heads} attention heads that "
-                f"{vllm_config.parallel_config.tensor_parallel_size} ranks do not "
-                "divide)."
+                f"(--mm-encoder-tp-mode data, or {heads} attention heads that "
+                f"{ranks} ranks do not divide)."
+            )
+        if vllm_config.compilation_config.cudagraph_mm_encoder:
+            raise ValueError(
+                "--enable-tower-connector-lora does not go with "
+                "cudagraph_mm_encoder: a graph's tiles are not those that the engine "
+                "maps to adapters."
             )
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
         if kwargs.get("image_embeds") is not None:
             # Checked, with indicators and scale, when the request came in.
             return [embeds for embeds in kwargs["image_embeds"]]  # type: ignore[attr-defined]
-        if kwargs.get("video_frames") is not None:
-            return self._embed_videos(
-                OvisVideoInputs(
-                    video_pixels=kwargs["video_pixels"],
-                    video_rectangles=kwargs["video_rectangles"],
-                    video_frames=kwargs["video_frames"],
-                )
-            )
-        if kwargs.get("normalized_tiles") is not None:
-            normalized = OvisNormalizedInputs(
-                normalized_tiles=kwargs["normalized_tiles"], grids=kwargs["grids"]
-            )
-            pixels, grids = normalized["normalized_tiles"], normalized["grids"]
-            tiles = self.visual_tokenizer(
-                pixels, pixels.new_zeros(len(pixels), 4, dtype=torch.int32)
-            )
-            return self._interleave(tiles, grids.tolist())
-        if kwargs.get("pixel_values") is None:
+        batch = tile_batch(kwargs)
+        if batch is None:
             return []
-        images = OvisImageInputs(
-            pixel_values=kwargs["pixel_values"],
-            rectangles=kwargs["rectangles"],
-            grids=kwargs["grids"],
-        )
-        tiles = self.visual_tokenizer(images["pixel_values"], images["rectangles"])
-        return self._interleave(tiles, images["grids"].tolist())
+        tiles = self.visual_tokenizer(batch.pixels, batch.rectangles)
+        return self.interleave(tiles, batch.grids)
 
-    def _embed_videos(self, videos: OvisVideoInputs) -> tuple[torch.Tensor, ...]:
-        tiles = self.visual_tokenizer(
-            videos["video_pixels"], videos["video_rectangles"]
-        )
-        frames = self._interleave(tiles, [[1, 1]] * len(tiles))
-        length = frames[0].shape[0]
-        lengths = [count * length for count in videos["video_frames"].tolist()]
-        return torch.cat(frames).split(lengths)
-
-    def _interleave(
-        self, tiles: torch.Tensor, grids: list[list[int]]
+    def interleave(
+        self, tiles: torch.Tensor, grids: Sequence[Sequence[Sequence[int]]]
     ) -> tuple[torch.Tensor, ...]:
-        """Place each image's tiles among its indicator rows.
+        """Place each item's tiles among its indicator rows.
 
         Args:
-            tiles: [tiles, tokens_per_tile, hidden_size] of all images in order.
-            grids: Rows and columns per image.
+            tiles: [tiles, tokens_per_tile, hidden_size] of all items in order.
+            grids: Per item, rows and columns of its pictures.
 
         Returns:
-            Per image, [tokens, hidden_size].
+            Per item, [tokens, hidden_size].
 
         """
         indicators = self.visual_tokenizer.head.indicators
         next_tile = iter(tiles)
         parts: list[torch.Tensor] = []
         lengths = []
-        for rows, columns in grids:
-            image = [
+        for item in grids:
+            marks = [mark for grid in item for mark in token_layout(*grid)]
+            rows = [
                 next(next_tile) if mark == TILE else indicators[mark : mark + 1]
-                for mark in token_layout(rows, columns)
+                for mark in marks
             ]
-            lengths.append(sum(part.shape[0] for part in image))
-            parts += image
+            lengths.append(sum(part.shape[0] for part in rows))
+            parts += rows
         embeddings = torch.cat(parts)
         if self.config.embedding_scale is not None:
             # The factor is rounded to the model's type first, as the text model's is.

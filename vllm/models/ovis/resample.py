@@ -30,6 +30,9 @@ from .tiling import Box
 
 logger = logging.getLogger(__name__)
 
+PIXELS_FOR_THREADS = 2**19
+"""Smaller pictures take a millisecond at most, of which threads would save little."""
+
 
 def resample(
     image: Image.Image,
@@ -51,8 +54,8 @@ def resample(
             tile to write to.
         pixels: uint8 `[tiles, side, side, 3]`, C order, written to inside the
             rectangles only.
-        threads: Most threads at work, the caller's included. Servers have as many
-            callers as processors, hence one.
+        threads: Most threads at work, the caller's included. A picture below
+            `PIXELS_FOR_THREADS` has one, whatever is allowed.
 
     Raises:
         ValueError: The picture is not RGB, or a box or rectangle does not lie inside
@@ -64,6 +67,8 @@ def resample(
     if library is None:
         resize_with_pillow(image, targets)
     else:
+        if image.width * image.height < PIXELS_FOR_THREADS:
+            threads = 1
         resize_with_library(library, image, targets, threads)
 
 

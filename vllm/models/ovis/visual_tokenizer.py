@@ -29,7 +29,13 @@ from vllm.utils.math_utils import cdiv, round_up
 
 from .config import NUM_INDICATORS, VisionConfig
 from .images import normalization_table
-from .ops import word_probabilities_
+from .ops import (
+    linear,
+    normalized_patches,
+    padded_patches,
+    quantized_for,
+    word_probabilities_,
+)
 from .towers.aimv2 import AIMv2Tower
 from .towers.siglip import SiglipTower
 
@@ -53,12 +59,10 @@ class PatchNormalizer(nn.Module):
     """8-bit tiles to normalised patches, bit-exact by construction.
 
     Every value of a pixel has one normalised value per channel, computed once with the
-    authors' order of operations; the padding around a tile's picture is zero after
-    normalisation, which no pixel value maps to, and has a place of its own.
+    authors' order of operations.
     """
 
     table: torch.Tensor
-    channel_start: torch.Tensor
 
     def __init__(
         self,
@@ -70,12 +74,10 @@ class PatchNormalizer(nn.Module):
         super().__init__()
         self.patch_size = patch_size
         self.patches_per_side = patches_per_side
-        table = torch.zeros(3, 257, dtype=torch.float32)
-        table[:, :256] = torch.from_numpy(normalization_table(mean, std))
-        self.register_buffer("table", table.flatten(), persistent=False)
-        self.register_buffer(
-            "channel_start", torch.arange(3, dtype=torch.int32) * 257, persistent=False
-        )
+        # Made here, on the device that the engine builds the model on.
+        table = torch.empty(3, 256, dtype=torch.float32)
+        table.copy_(torch.from_numpy(normalization_table(mean, std)))
+        self.register_buffer("table", table, persistent=False)
 
     def forward(
         self, pixels: torch.Tensor, rectangles: torch.Tensor, dtype: torch.dtype
@@ -90,26 +92,19 @@ class PatchNormalizer(nn.Module):
             dtype: Type of the result; the normalisation itself is float32.
 
         Returns:
-            [tiles, patches, 3 * patch_size**2], each patch in (channel, row, column)
-            order, patches row by row.
+            [tiles, patches, padded_patch_width], each patch in (channel, row, column)
+            order and then zeros, patches row by row.
 
         """
-        tiles, grid, patch = pixels.shape[0], self.patches_per_side, self.patch_size
+        grid, patch = self.patches_per_side, self.patch_size
+        if not pixels.is_floating_point():
+            return normalized_patches(
+                pixels, rectangles, self.table, grid, patch, dtype
+            )
         used = grid * patch
-        if pixels.is_floating_point():
-            cut = pixels[:, :, :used, :used].reshape(tiles, 3, grid, patch, grid, patch)
-            return cut.permute(0, 2, 4, 1, 3, 5).reshape(tiles, grid**2, -1).to(dtype)
-        position = torch.arange(used, device=pixels.device)
-        top, left, height, width = (part.unsqueeze(1) for part in rectangles.unbind(1))
-        in_rows = (position >= top) & (position < top + height)
-        in_columns = (position >= left) & (position < left + width)
-        inside = in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
-
-        index = pixels[:, :used, :used].int()
-        index = torch.where(inside.unsqueeze(3), index, 256) + self.channel_start
-        index = index.view(tiles, grid, patch, grid, patch, 3)
-        index = index.permute(0, 1, 3, 5, 2, 4).reshape(tiles, grid * grid, -1)
-        return self.table[index].to(dtype)
+        cut = pixels[:, :, :used, :used].unflatten(3, (grid, patch))
+        cut = cut.unflatten(2, (grid, patch)).permute(0, 2, 4, 1, 3, 5)
+        return padded_patches(cut.flatten(3).flatten(1, 2).to(dtype))
 
 
 def merge_neighbours(features: torch.Tensor, stride: int) -> torch.Tensor:
@@ -177,8 +172,8 @@ class VisualVocabulary(nn.Module):
             disable_tp=disable_tp,
             return_bias=False,
         )
-        self.norm_weight = self._parameter(self.local_words)
-        self.norm_bias = self._parameter(self.local_words)
+        self.norm_weight = self._parameter(self.local_size)
+        self.norm_bias = self._parameter(self.local_size)
         self.norm_eps = 1e-5
         self.table = self._parameter(self.local_size, hidden_size)
         self.indicators = self._parameter(NUM_INDICATORS, hidden_size)
@@ -204,7 +199,7 @@ class VisualVocabulary(nn.Module):
         return self._sum_over_ranks(embeddings)
 
     def _embed(self, features: torch.Tensor) -> torch.Tensor:
-        logits = self.linear(features)
+        logits = self.linear(quantized_for(self.linear, features))
         if self.tokenize_function == "softmax" and self.tp_size == 1:
             word_probabilities_(
                 logits, self.num_words, self.norm_weight, self.norm_bias, self.norm_eps
@@ -219,7 +214,7 @@ class VisualVocabulary(nn.Module):
                 else self._one_hot_argmax(words)
             )
             logits[:, self.local_words :] = 0
-        return logits @ self.table
+        return linear(logits, self.table.t())
 
     def _sum_over_ranks(self, local: torch.Tensor) -> torch.Tensor:
         return tensor_model_parallel_all_reduce(local) if self.tp_size > 1 else local
@@ -231,7 +226,8 @@ class VisualVocabulary(nn.Module):
         centred = words - total / self.num_words
         squares = self._sum_over_ranks(centred.square().sum(-1, keepdim=True))
         normed = centred * torch.rsqrt(squares / self.num_words + self.norm_eps)
-        return (normed * self.norm_weight + self.norm_bias).to(dtype)
+        weight = self.norm_weight[: self.local_words]
+        return (normed * weight + self.norm_bias[: self.local_words]).to(dtype)
 
     def _global_max(self, words: torch.Tensor) -> torch.Tensor:
         if self.local_words:
@@ -267,7 +263,6 @@ class VisualVocabulary(nn.Module):
 
         """
         loaded: set[str] = set()
-        stop = self.local_start + self.local_words
         for name, tensor in weights:
             expected = self.num_words
             if name == "vte.weight":
@@ -285,16 +280,20 @@ class VisualVocabulary(nn.Module):
                 loaded.add(f"linear.{name.removeprefix('0.')}")
             elif name in ("1.weight", "1.bias"):
                 target = "norm_" + name.removeprefix("1.")
-                getattr(self, target).data.copy_(tensor[self.local_start : stop])
+                self._load_local(getattr(self, target), tensor)
                 loaded.add(target)
             elif name == "vte.weight":
-                self.table.data[: self.local_words] = tensor[self.local_start : stop]
-                self.table.data[self.local_words :] = 0
+                self._load_local(self.table, tensor)
                 self.indicators.data.copy_(tensor[-NUM_INDICATORS:])
                 loaded.update(("table", "indicators"))
             else:
                 raise ValueError(f"Unknown visual vocabulary tensor {name!r}.")
         return loaded
+
+    def _load_local(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        stop = self.local_start + self.local_words
+        parameter.data[: self.local_words] = tensor[self.local_start : stop]
+        parameter.data[self.local_words :] = 0
 
 
 class VisualTokenizer(nn.Module):
@@ -352,7 +351,7 @@ class VisualTokenizer(nn.Module):
         """
         world_size = get_tp_group().world_size
         if not self.data_parallel or world_size == 1:
-            return self._embed(pixels, rectangles)
+            return self.embed(self.features(self.patches(pixels, rectangles)))
 
         tiles = pixels.shape[0]
         share = cdiv(tiles, world_size)
@@ -360,11 +359,33 @@ class VisualTokenizer(nn.Module):
         first = get_tensor_model_parallel_rank() * share
         pixels = F.pad(pixels, (0, 0) * 3 + (0, missing))[first : first + share]
         rectangles = F.pad(rectangles, (0, 0, 0, missing))[first : first + share]
-        embeddings = self._embed(pixels, rectangles)
+        embeddings = self.embed(self.features(self.patches(pixels, rectangles)))
         return tensor_model_parallel_all_gather(embeddings, dim=0)[:tiles]
 
-    def _embed(self, pixels: torch.Tensor, rectangles: torch.Tensor) -> torch.Tensor:
-        patches = self.normalizer(pixels, rectangles, self.dtype)
-        features = merge_neighbours(self.backbone(patches), self.stride)
+    def patches(self, pixels: torch.Tensor, rectangles: torch.Tensor) -> torch.Tensor:
+        """Normalise tiles as `forward` takes them.
+
+        Returns:
+            [tiles, patches, padded_patch_width] in the model's dtype.
+
+        """
+        return self.normalizer(pixels, rectangles, self.dtype)
+
+    def features(self, patches: torch.Tensor) -> torch.Tensor:
+        """Run the tower and join neighbours.
+
+        Returns:
+            [tiles, tokens_per_tile, merged_size] in the model's dtype.
+
+        """
+        return merge_neighbours(self.backbone(patches), self.stride)
+
+    def embed(self, features: torch.Tensor) -> torch.Tensor:
+        """Turn joined features into visual embeddings.
+
+        Returns:
+            [tiles, tokens_per_tile, hidden_size] in the model's dtype.
+
+        """
         embeddings = self.head(features.flatten(0, 1))
-        return embeddings.view(pixels.shape[0], -1, self.hidden_size)
+        return embeddings.view(*features.shape[:2], self.hidden_size)

@@ -11,8 +11,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from vllm.compilation.decorators import (
+    should_torch_compile_mm_encoder,
+    support_torch_compile,
+)
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
@@ -22,7 +26,14 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ..config import VisionConfig
-from .common import PatchEmbedding, TowerAttention, load_tower_weights
+from ..ops import silu_and_mul
+from .common import (
+    PatchEmbedding,
+    TowerAttention,
+    TowerRMSNorm,
+    load_tower_weights,
+    runs_own_kernels,
+)
 
 
 class AIMv2MLP(nn.Module):
@@ -46,6 +57,7 @@ class AIMv2MLP(nn.Module):
             return_bias=False,
         )
         self.act = SiluAndMul()
+        self.runs_own_kernels = runs_own_kernels()
         self.fc2 = RowParallelLinear(
             sizes.intermediate_size,
             sizes.hidden_size,
@@ -56,11 +68,21 @@ class AIMv2MLP(nn.Module):
             return_bias=False,
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, hidden_size] to the same shape."""
-        return self.fc2(self.act(self.fc13(hidden_states)))
+    def forward(
+        self, hidden_states: torch.Tensor | QuantizedActivation
+    ) -> torch.Tensor:
+        """[tokens, hidden_size] to the same shape."""
+        gate_and_up = self.fc13(hidden_states)
+        if self.runs_own_kernels:
+            return self.fc2(silu_and_mul(gate_and_up, self.fc2))
+        return self.fc2(self.act(gate_and_up))
 
 
+@support_torch_compile(
+    dynamic_arg_dims={"update": 0, "residual": 0},
+    enable_if=should_torch_compile_mm_encoder,
+    is_encoder=True,
+)
 class AIMv2Block(nn.Module):
     """One layer; the residual travels beside the update to fuse add and norm."""
 
@@ -72,28 +94,39 @@ class AIMv2Block(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.norm_1 = RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.norm_1 = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.attn = TowerAttention(
             sizes.hidden_size,
             sizes.num_heads,
             sizes.qkv_bias,
             sizes.use_bias,
+            patches=sizes.patches_per_side**2,
             qkv_name="qkv",
             proj_name="proj",
             disable_tp=disable_tp,
             quant_config=quant_config,
             prefix=f"{prefix}.attn",
         )
-        self.norm_2 = RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.norm_2 = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.mlp = AIMv2MLP(sizes, disable_tp, quant_config, f"{prefix}.mlp")
 
     def forward(
         self, update: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the previous layer's update, then attend and transform."""
-        hidden_states, residual = self.norm_1(update, residual)
+        """Add the previous layer's update, then attend and transform.
+
+        Args:
+            update: [tiles * patches, hidden_size].
+            residual: The same shape; both may be overwritten.
+
+        Returns:
+            This layer's update, and the residual that it goes on top of.
+
+        """
+        qkv, fc13 = self.attn.input_layer, self.mlp.fc13
+        hidden_states, residual = self.norm_1(update, residual, qkv)
         update = self.attn(hidden_states)
-        hidden_states, residual = self.norm_2(update, residual)
+        hidden_states, residual = self.norm_2(update, residual, fc13)
         return self.mlp(hidden_states), residual
 
 
@@ -103,11 +136,11 @@ class AIMv2Patchifier(nn.Module):
     def __init__(self, sizes: VisionConfig) -> None:
         super().__init__()
         self.proj = PatchEmbedding(sizes.patch_size, sizes.hidden_size)
-        self.norm = RMSNorm(sizes.hidden_size, sizes.norm_eps)
+        self.norm = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, 3 * patch_size**2] to [tiles, patches, hidden_size]."""
-        return self.norm(self.proj(patches))
+        """[tiles, patches, padded_patch_width] to [tiles, patches, hidden_size]."""
+        return self.norm(self.proj(patches)).view(*patches.shape[:2], -1)
 
 
 class AIMv2Preprocessor(nn.Module):
@@ -130,7 +163,7 @@ class AIMv2Preprocessor(nn.Module):
         default_weight_loader(param, loaded)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, 3 * patch_size**2] to [tiles, patches, hidden_size]."""
+        """[tiles, patches, padded_patch_width] to [tiles, patches, hidden_size]."""
         return self.patchifier(patches) + self.pos_embed
 
 
@@ -146,16 +179,22 @@ class AIMv2Trunk(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            AIMv2Block(sizes, disable_tp, quant_config, f"{prefix}.blocks.{index}")
+            AIMv2Block(
+                sizes=sizes,
+                disable_tp=disable_tp,
+                quant_config=quant_config,
+                prefix=f"{prefix}.blocks.{index}",
+            )
             for index in range(sizes.num_layers)
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[tiles, patches, hidden_size] to the same shape."""
-        residual, update = hidden_states, torch.zeros_like(hidden_states)
+        residual = hidden_states.flatten(0, 1)
+        update = torch.zeros_like(residual)
         for block in self.blocks:
             update, residual = block(update, residual)
-        return residual + update
+        return (residual + update).view_as(hidden_states)
 
 
 class AIMv2Tower(nn.Module):
@@ -188,7 +227,7 @@ class AIMv2Tower(nn.Module):
         """Compute features of tiles.
 
         Args:
-            patches: [tiles, patches, 3 * patch_size**2] in the model's dtype.
+            patches: [tiles, patches, padded_patch_width] in the model's dtype.
 
         Returns:
             [tiles, patches, hidden_size]: the last block's output, before the

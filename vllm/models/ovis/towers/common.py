@@ -8,47 +8,103 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.mm_encoder_attention import (
     MMEncoderAttention,
 )
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
+from ..ops import (
+    USES_TRITON,
+    linear,
+    padded_patch_width,
+    padded_patches,
+    quantized_for,
+    rms_norm_,
+)
+
+
+def runs_own_kernels() -> bool:
+    """Whether a tower built now runs fused kernels itself.
+
+    In the default start the engine's layers are plain torch, for its compiler to fuse.
+    The tower is outside the compiled text model: there an RMSNorm would run as six
+    kernels. Where the tower is compiled too, the compiler fuses more.
+    """
+    compilation_config = get_current_vllm_config().compilation_config
+    return USES_TRITON and not compilation_config.compile_mm_encoder
+
+
+class TowerRMSNorm(RMSNorm):
+    """RMSNorm that is one kernel, also outside the compiled text model."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        self.runs_own_kernel = runs_own_kernels()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        consumer: nn.Module | None = None,
+    ) -> Any:
+        """Normalise x, or x + residual; both, [tokens, width], may be overwritten.
+
+        Args:
+            x: What is normalised, or added first.
+            residual: What it is added to.
+            consumer: Linear layer that gets the result, quantized where it takes it
+                so.
+
+        Returns:
+            The normalised rows; with a residual, a pair of them and the sum.
+
+        """
+        if not self.runs_own_kernel:
+            return super().forward(x, residual)
+        eps = self.variance_epsilon
+        normed = rms_norm_(x, residual, self.weight, eps, consumer)
+        return normed if residual is None else (normed, residual)
+
 
 class PatchEmbedding(nn.Module):
     """Convolution whose kernel equals its stride, as one matrix product.
 
-    Stays in the checkpoint's float type under every quantization: its input width
-    (588 for 14x14 patches) fits no quantized kernel's tile.
+    Stays in the checkpoint's float type under every quantization: it takes one percent
+    of the tower's time, and its input is the picture itself.
     """
 
     def __init__(self, patch_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(
-            torch.empty(hidden_size, 3 * patch_size**2), requires_grad=False
+            torch.empty(hidden_size, padded_patch_width(patch_size)),
+            requires_grad=False,
         )
         self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
         self.weight.weight_loader = self._load_convolution  # type: ignore[attr-defined]
 
     @staticmethod
     def _load_convolution(param: torch.Tensor, loaded: torch.Tensor) -> None:
-        default_weight_loader(param, loaded.flatten(1))
+        default_weight_loader(param, padded_patches(loaded.flatten(1)))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Embed flattened patches.
 
         Args:
-            patches: Normalised pixels, [tiles, patches, 3 * patch_size**2], each
+            patches: Normalised pixels, [tiles, patches, padded_patch_width], each
                 patch in (channel, row, column) order.
 
         Returns:
-            [tiles, patches, hidden_size].
+            [tiles * patches, hidden_size].
 
         """
-        return nn.functional.linear(patches, self.weight, self.bias)
+        return linear(patches.flatten(0, 1), self.weight, self.bias)
 
 
 class TowerAttention(nn.Module):
@@ -61,6 +117,7 @@ class TowerAttention(nn.Module):
         qkv_bias: bool,
         proj_bias: bool,
         *,
+        patches: int,
         qkv_name: str,
         proj_name: str,
         disable_tp: bool,
@@ -69,6 +126,8 @@ class TowerAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_size = hidden_size // num_heads
+        self.patches = patches
+        self.runs_own_kernels = runs_own_kernels()
         tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
         self.num_heads = num_heads // tp_size
         # The two projections keep the checkpoint's names, which differ between
@@ -105,11 +164,22 @@ class TowerAttention(nn.Module):
             self.num_heads, self.head_size, prefix=f"{prefix}.attn"
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Attend within each tile, [tiles, patches, hidden_size] to the same."""
-        qkv = getattr(self, self.qkv_name)(hidden_states)
-        query, key, value = qkv.chunk(3, dim=-1)
-        return getattr(self, self.proj_name)(self.attn(query, key, value))
+    @property
+    def input_layer(self) -> nn.Module:
+        """The linear layer that takes the input."""
+        return getattr(self, self.qkv_name)
+
+    def forward(
+        self, hidden_states: torch.Tensor | QuantizedActivation
+    ) -> torch.Tensor:
+        """Attend within each tile, [tiles * patches, hidden_size] to the same."""
+        qkv = self.input_layer(hidden_states)
+        query, key, value = qkv.view(-1, self.patches, qkv.shape[-1]).chunk(3, dim=-1)
+        attended = self.attn(query, key, value).flatten(0, 1)
+        output_layer = getattr(self, self.proj_name)
+        if self.runs_own_kernels:
+            attended = quantized_for(output_layer, attended)
+        return output_layer(attended)
 
 
 def load_tower_weights(

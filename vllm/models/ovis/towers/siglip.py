@@ -11,6 +11,10 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from vllm.compilation.decorators import (
+    should_torch_compile_mm_encoder,
+    support_torch_compile,
+)
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
@@ -50,10 +54,15 @@ class SiglipMLP(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, hidden_size] to the same shape."""
+        """[tokens, hidden_size] to the same shape."""
         return self.fc2(self.act(self.fc1(hidden_states)))
 
 
+@support_torch_compile(
+    dynamic_arg_dims={"hidden_states": 0},
+    enable_if=should_torch_compile_mm_encoder,
+    is_encoder=True,
+)
 class SiglipLayer(nn.Module):
     """Attention and MLP, each behind a LayerNorm and around a residual."""
 
@@ -71,6 +80,7 @@ class SiglipLayer(nn.Module):
             sizes.num_heads,
             sizes.qkv_bias,
             sizes.use_bias,
+            patches=sizes.patches_per_side**2,
             qkv_name="qkv_proj",
             proj_name="out_proj",
             disable_tp=disable_tp,
@@ -81,7 +91,7 @@ class SiglipLayer(nn.Module):
         self.mlp = SiglipMLP(sizes, disable_tp, quant_config, f"{prefix}.mlp")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, hidden_size] to the same shape."""
+        """[tiles * patches, hidden_size] to the same shape."""
         hidden_states = hidden_states + self.self_attn(self.layer_norm1(hidden_states))
         return hidden_states + self.mlp(self.layer_norm2(hidden_states))
 
@@ -98,8 +108,9 @@ class SiglipEmbeddings(nn.Module):
         )
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, 3 * patch_size**2] to [tiles, patches, hidden_size]."""
-        return self.patch_embedding(patches) + self.position_embedding.weight
+        """[tiles, patches, padded_patch_width] to [tiles, patches, hidden_size]."""
+        embedded = self.patch_embedding(patches).view(*patches.shape[:2], -1)
+        return embedded + self.position_embedding.weight
 
 
 class SiglipEncoder(nn.Module):
@@ -114,15 +125,21 @@ class SiglipEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            SiglipLayer(sizes, disable_tp, quant_config, f"{prefix}.layers.{index}")
+            SiglipLayer(
+                sizes=sizes,
+                disable_tp=disable_tp,
+                quant_config=quant_config,
+                prefix=f"{prefix}.layers.{index}",
+            )
             for index in range(sizes.num_layers)
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[tiles, patches, hidden_size] to the same shape."""
+        tokens = hidden_states.flatten(0, 1)
         for layer in self.layers:
-            hidden_states = layer(hidden_states)
-        return hidden_states
+            tokens = layer(tokens)
+        return tokens.view_as(hidden_states)
 
 
 class SiglipTower(nn.Module):
@@ -155,7 +172,7 @@ class SiglipTower(nn.Module):
         """Compute features of tiles.
 
         Args:
-            patches: [tiles, patches, 3 * patch_size**2] in the model's dtype.
+            patches: [tiles, patches, padded_patch_width] in the model's dtype.
 
         Returns:
             [tiles, patches, hidden_size]: the last layer's output, before the

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Rows of the benchmark's table and how they are kept and shown."""
+
+import pytest
+
+from benchmarks.ovis.records import (
+    Measurement,
+    merge,
+    read_measurements,
+    read_results,
+    table,
+    write_measurements,
+    write_results,
+)
+from benchmarks.ovis.report import fill_tables, load_results, plot
+
+ABOUT = {"processor": "P", "gpus": [], "cores": 2, "python": "3", "date": "today"}
+
+
+def rows():
+    return merge(
+        {
+            "release": [
+                Measurement("a: time", "ms", [30.0, 10.0, 20.0]),
+                Measurement("a: rate", "images/s", [4.0]),
+                Measurement("b: gone", "s", [1.0]),
+            ],
+            "fork": [
+                Measurement("a: time", "ms", [5.0], 1.5),
+                Measurement("a: rate", "images/s", [8.0, 16.0]),
+            ],
+        }
+    )
+
+
+def test_more_is_better_for_rates_only():
+    time, rate, gone = rows()
+    assert (time.upstream, time.fork, time.ratio, time.floor) == (20, 5, 4, 1.5)
+    assert (rate.upstream, rate.fork, rate.ratio) == (4, 12, 3)
+    assert (gone.upstream, gone.fork, gone.ratio) == (1, None, None)
+    assert time.runs == {"release": 3, "fork": 1}
+    assert time.spread == {"release": [10, 30], "fork": [5, 5]}
+
+
+def test_two_units_and_no_values_are_refused():
+    with pytest.raises(ValueError, match="'a: b' is measured in"):
+        merge(
+            {
+                "release": [Measurement("a: b", "ms", [1.0])],
+                "fork": [Measurement("a: b", "s", [1.0])],
+            }
+        )
+    with pytest.raises(ValueError, match="no value for 'a: b'"):
+        merge({"fork": [Measurement("a: b", "ms", [])]})
+
+
+def test_files_give_back_what_was_written(tmp_path):
+    measurements = [Measurement("a: b", "ms", [1.0, 2.0], 0.5)]
+    write_measurements(tmp_path / "m.json", measurements)
+    assert read_measurements(tmp_path / "m.json") == measurements
+    write_results(tmp_path / "sub" / "r.json", ABOUT, rows())
+    assert read_results(tmp_path / "sub" / "r.json") == (ABOUT, rows())
+
+
+def test_table_leaves_unmeasured_cells_empty():
+    lines = table(rows()).splitlines()
+    assert (
+        lines[2]
+        == "| a: time | ms | 20.0 (10.0 to 30.0) | 5.00 (5.00 to 5.00) | 4.00 | 1.50 |"
+    )
+    assert lines[4] == "| b: gone | s | 1.00 (1.00 to 1.00) |  |  |  |"
+
+
+def test_page_is_filled_again_and_again(tmp_path):
+    write_results(tmp_path / "cpu.json", ABOUT, rows())
+    page = (
+        "before\n<!-- table: cpu | a -->\nold\n<!-- end of table -->\nbetween\n"
+        "<!-- table: gpu | a; b -->\n<!-- end of table -->\nafter\n"
+    )
+    results = load_results(page, tmp_path)
+    filled = fill_tables(page, results)
+    assert "| a: time |" in filled and "| b: gone |" not in filled
+    assert "old" not in filled and "Not measured yet." in filled
+    assert all(word in filled for word in ("before", "between", "after"))
+    assert fill_tables(filled, results) == filled
+    with pytest.raises(ValueError, match="cpu.json has no rows of"):
+        fill_tables(page.replace("| a -->", "| c -->"), results)
+
+
+def test_plot_is_the_same_for_the_same_rows(tmp_path):
+    pytest.importorskip("matplotlib")
+    some = [row for row in rows() if row.unit == "ms"]
+    plot("title", some, tmp_path / "one.svg")
+    plot("title", some, tmp_path / "two.svg")
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
