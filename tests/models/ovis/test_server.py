@@ -263,6 +263,23 @@ def test_typed_marks_stay_text(url: str, typed: str) -> None:
     assert len(ids[1]) > len(ids[0])
 
 
+@pytest.mark.parametrize(
+    "size, status",
+    [
+        *(((1, 1), 200), ((3, 3), 200), ((3, 1), 200), ((500, 19), 200)),
+        *(((1, 1000), 400), ((4000, 5), 400)),
+    ],
+)
+def test_sizes_at_the_edge(url: str, size: tuple[int, int], status: int) -> None:
+    """Served while a row and a column remain after the resize, else told why."""
+    messages = user_message(image_part(PICTURE.resize(size)), text_part("What?"))
+    response = chat(url, messages)
+    assert response.status_code == status, response.text
+    if status == 400:
+        for number in size:
+            assert str(number) in response.json()["error"]["message"]
+
+
 def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, kind, **options)
