@@ -31,8 +31,13 @@ demo: setup
 	$(PY) tools/demo.py
 
 # On a CPU vLLM would keep nearly all of the memory for its cache if not told otherwise.
+# The others keep memory flat: docs/reliability.md.
+CPU_SETTINGS := VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-4} \
+    ONEDNN_PRIMITIVE_CACHE_CAPACITY=$${ONEDNN_PRIMITIVE_CACHE_CAPACITY:-64} \
+    MALLOC_MMAP_THRESHOLD_=$${MALLOC_MMAP_THRESHOLD_:-1048576}
+
 serve: setup
-	VLLM_CPU_KVCACHE_SPACE=$${VLLM_CPU_KVCACHE_SPACE:-4} \
+	$(if $(filter cpu,$(DEVICE)),$(CPU_SETTINGS)) \
 	    $(VENV)/bin/vllm serve $(MODEL) --host 127.0.0.1 --port $(PORT) \
 	    --trust-request-mm-kwargs $(ARGS)
 

@@ -82,7 +82,7 @@ def server() -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     options = ["--served-model-name", "tiny-ovis2"]
-    if "cpu" in importlib.metadata.version("vllm"):
+    if runs_on_cpu():
         options += ["--dtype", "float32"]
     process = start_server(str(CHECKPOINT), port, options, LOG)
     try:
@@ -90,6 +90,11 @@ def server() -> Iterator[str]:
         yield url
     finally:
         stop(process)
+
+
+def runs_on_cpu() -> bool:
+    """Whether the fork was built for the CPU."""
+    return "cpu" in importlib.metadata.version("vllm")
 
 
 def start_server(
@@ -108,6 +113,10 @@ def start_server(
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--trust-request-mm-kwargs", *options]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    if runs_on_cpu():
+        # Memory grows with every new shape without them: docs/reliability.md.
+        env |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+        env |= {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
     log.parent.mkdir(exist_ok=True)
     print("Starting", " ".join(["vllm", *command[1:]]), flush=True)
     with log.open("wb") as output:

@@ -12,6 +12,9 @@ of an answer. Ends with a report, and with status 1 if a promise was broken:
 - memory grows by no more than the caches may take;
 - no request goes on without its client;
 - the server ends cleanly when told to.
+
+With --distinct, instead: so many pictures, each sent once, to a server with a processor
+cache and to one without; memory must stay within the cache's size.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,8 @@ KNOWN_REQUESTS = 40
 CACHE_MIB = 128
 KV_BLOCKS = 512
 """Few enough that all have been used, and so count as memory, before it is measured."""
+WARM_UP_PICTURES = 500
+"""After so many, --distinct has met all shapes and used all blocks."""
 GROWTH_LIMIT_MIB = 2 * CACHE_MIB
 """The processor's cache may lie in the front end and in the engine."""
 
@@ -75,9 +80,11 @@ def image_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def good_body(rng: random.Random) -> Body:
-    """A request with 0 to MAX_IMAGES pictures."""
-    images = [picture(rng) for _ in range(rng.randrange(MAX_IMAGES + 1))]
+def good_body(rng: random.Random, pictures: int | None = None) -> Body:
+    """A request with so many pictures, by default 0 to MAX_IMAGES."""
+    if pictures is None:
+        pictures = rng.randrange(MAX_IMAGES + 1)
+    images = [picture(rng) for _ in range(pictures)]
     text = {"type": "text", "text": f"What do you see? {rng.randrange(10**6)}"}
     parts = [*(image_part(data_url(image)) for image in images), text]
     body = {
@@ -115,12 +122,12 @@ def bad_body(rng: random.Random) -> Body:
 
 
 @contextlib.contextmanager
-def server(model: str, port: int) -> Iterator[subprocess.Popen]:
+def server(model: str, port: int, cache_mib: int) -> Iterator[subprocess.Popen]:
     """A server with small caches, so that a leak cannot hide behind them."""
     options = ["--max-model-len", "8192"]
     options += ["--dtype", "float32", "--generation-config", "vllm"]
     options += ["--limit-mm-per-prompt", json.dumps({"image": MAX_IMAGES})]
-    options += ["--mm-processor-cache-gb", str(CACHE_MIB / 1024)]
+    options += ["--mm-processor-cache-gb", str(cache_mib / 1024)]
     options += ["--num-gpu-blocks-override", str(KV_BLOCKS)]
     process = start_server(model, port, options, LOG)
     try:
@@ -227,6 +234,15 @@ class Load:
             async for _ in response.aiter_lines():
                 break
 
+    async def show(self, pictures: int) -> None:
+        """One client that sends pictures, each new and in a request of its own."""
+        for _ in range(pictures):
+            response = await self.post(good_body(self.rng, pictures=1))
+            if response.status_code == 200:
+                self.new_images += 1
+            else:
+                self.faults.append(f"a new request got {response.status_code}")
+
     async def unfinished(self) -> float:
         """Requests in the server once it had time to drop those without a client."""
         deadline = time.monotonic() + STOP_LIMIT_S
@@ -242,15 +258,23 @@ class Load:
             await asyncio.sleep(0.5)
 
 
-async def put_under_load(
-    process: subprocess.Popen, url: str, minutes: float, concurrency: int, seed: int
-) -> dict[str, Any]:
-    """Run the clients; returns the report, with the broken promises in `faults`."""
+@contextlib.asynccontextmanager
+async def clients(
+    process: subprocess.Popen, url: str, seed: int
+) -> AsyncIterator[Load]:
+    """Clients of a server that is healthy."""
     # No kept connections: the server closes idle ones while a client takes them up.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         await wait_until_healthy(process, client)
-        load = Load(client, seed)
+        yield Load(client, seed)
+
+
+async def put_under_load(
+    process: subprocess.Popen, url: str, minutes: float, concurrency: int, seed: int
+) -> dict[str, Any]:
+    """Run the clients; returns the report, with the broken promises in `faults`."""
+    async with clients(process, url, seed) as load:
         await load.learn()
         # A first part fills buffers that a server keeps; memory is flat after it.
         start = time.monotonic()
@@ -284,6 +308,34 @@ async def put_under_load(
     }
 
 
+async def show_distinct(
+    process: subprocess.Popen, url: str, pictures: int, concurrency: int, seed: int
+) -> dict[str, Any]:
+    """Send pictures once each; returns how memory grew, with `faults`."""
+    async with clients(process, url, seed) as load:
+        sizes = []
+        for count in (WARM_UP_PICTURES, pictures // 2, pictures - pictures // 2):
+            shares = [count // concurrency] * concurrency
+            shares[0] += count % concurrency
+            await asyncio.gather(*map(load.show, shares))
+            sizes.append(resident_mib(process))
+            print(f"after {load.new_images} pictures: {sizes[-1]}", flush=True)
+    before, halfway, after = (sum(size.values()) for size in sizes)
+    faults = Counter(load.faults)
+    if after - before > CACHE_MIB:
+        faults[f"memory grew by {after - before:.0f} MiB"] += 1
+    return {
+        "warm_up_pictures": WARM_UP_PICTURES,
+        "pictures": load.new_images - WARM_UP_PICTURES,
+        "memory_mib_before": {name: round(size) for name, size in sizes[0].items()},
+        "memory_mib_after": {name: round(size) for name, size in sizes[-1].items()},
+        "memory_growth_mib": round(after - before, 1),
+        "memory_growth_in_second_half_mib": round(after - halfway, 1),
+        "memory_growth_limit_mib": CACHE_MIB,
+        "faults": dict(faults),
+    }
+
+
 def stop(process: subprocess.Popen) -> list[str]:
     """Tell the server to end; returns what was not clean."""
     members = psutil.Process(process.pid).children(recursive=True)
@@ -304,28 +356,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(ROOT / "demo" / "tiny-ovis2"))
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument(
+        "--distinct", type=int, metavar="PICTURES", help="new pictures only, once each"
+    )
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the report here, too")
     args = parser.parse_args()
-    port = free_port()
-    with server(args.model, port) as process:
-        report = asyncio.run(
-            put_under_load(
-                process,
-                f"http://127.0.0.1:{port}",
-                args.minutes,
-                args.concurrency,
-                args.seed,
+    # As on Ctrl-C, the server ends with this command.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def measured(cache_mib: int, run: Any, amount: float) -> dict[str, Any]:
+        port = free_port()
+        with server(args.model, port, cache_mib) as process:
+            url = f"http://127.0.0.1:{port}"
+            report = asyncio.run(run(process, url, amount, args.concurrency, args.seed))
+            for fault in stop(process):
+                report["faults"][fault] = 1
+        return report
+
+    if args.distinct is None:
+        report = measured(CACHE_MIB, put_under_load, args.minutes)
+        broken = bool(report["faults"])
+    else:
+        report = {
+            f"cache of {cache_mib} MiB": measured(
+                cache_mib, show_distinct, args.distinct
             )
-        )
-        for fault in stop(process):
-            report["faults"][fault] = 1
+            for cache_mib in (CACHE_MIB, 0)
+        }
+        broken = any(part["faults"] for part in report.values())
     text = json.dumps(report, indent=2)
     print(text)
     if args.json is not None:
         args.json.write_text(text + "\n")
-    return 1 if report["faults"] else 0
+    return int(broken)
 
 
 if __name__ == "__main__":

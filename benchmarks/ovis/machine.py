@@ -17,8 +17,13 @@ PACKAGES = ("torch", "torchvision", "pillow", "transformers", "triton")
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, GPU if there is one, versions and date of this environment."""
+    """Processor, GPUs, versions, date, and how busy others kept the machine."""
     import torch
+
+    import vllm
+
+    # Read once before anything is timed, so that no build finds its files cold.
+    import vllm.renderers
 
     gpus = []
     if torch.cuda.is_available():
@@ -31,7 +36,9 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "gpus": gpus,
         "python": platform.python_version(),
+        "vllm": vllm.__version__,
         **{name: found for name in PACKAGES if (found := installed(name))},
+        "load": round(os.getloadavg()[0], 1),
         "date": datetime.date.today().isoformat(),
     }
 

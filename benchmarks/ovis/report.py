@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ovis.environments import ROOT
-from benchmarks.ovis.records import Record, read_results, table
+from benchmarks.ovis.records import SIDES, Record, read_results, table
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "performance"
@@ -25,6 +25,8 @@ TABLE = re.compile(
     r".*?(<!-- end of table -->)",
     re.DOTALL,
 )
+
+SHOWN = ("torch", "torchvision", "pillow")
 
 PLOTTED = {
     "picture to tiles": "Picture to tiles, one thread",
@@ -82,8 +84,10 @@ def describe(about: dict[str, Any]) -> str:
     """What results were measured on, in a line."""
     machine = ", ".join(about["gpus"]) or about["processor"]
     parts = [machine, f"{about['cores']} cores", f"Python {about['python']}"]
-    parts += [f"{name} {about[name]}" for name in ("torch", "pillow") if name in about]
-    return f"{', '.join(parts)}; {about['date']}."
+    parts += [f"{side} {about[side]}" for side in SIDES if side in about]
+    parts += [f"{name} {about[name]}" for name in SHOWN if name in about]
+    load = f", load average {about['load']} before the run" if "load" in about else ""
+    return f"{', '.join(parts)}; {about['date']}{load}."
 
 
 def plot(title: str, rows: Sequence[Record], path: Path) -> None:

@@ -133,7 +133,7 @@ def describe(build: Environment) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         check=True,
     ).stdout
-    return json.loads(output)
+    return json.loads(output.splitlines()[-1])
 
 
 def results_file(kind: str, machine: dict[str, Any]) -> Path:
@@ -183,15 +183,18 @@ def environments(options: argparse.Namespace) -> list[Environment]:
     ]
 
 
-def main() -> None:
-    """Run the sections, one build after the other in each."""
+def main() -> bool:
+    """Run the sections, one build after the other; returns whether one failed."""
     options = parse()
     builds = environments(options)
-    about = describe(builds[1])
+    described = {build.side: describe(build) for build in builds}
+    about = described["fork"] | {
+        side: machine["vllm"] for side, machine in described.items()
+    }
     if options.kind == "gpu" and not about["gpus"]:
         sys.exit("the fork's environment sees no NVIDIA GPU; measure 'cpu' instead")
     output = options.output or results_file(options.kind, about)
-    rows = {}
+    rows, failed = {}, False
     if output.exists():
         rows = {row.name: row for row in read_results(output)[1]}
     for section in options.only:
@@ -200,7 +203,13 @@ def main() -> None:
         for build in builds:
             start = time.perf_counter()
             arguments = options.fork_arguments if build.side == "fork" else {}
-            found[build.side] = measure(build, arguments)
+            try:
+                found[build.side] = measure(build, arguments)
+            except RuntimeError as error:
+                # What the other build does is still worth knowing.
+                print(f"{section} of the {build.side} failed: {error}", flush=True)
+                failed = True
+                continue
             seconds = time.perf_counter() - start
             print(f"{section} of the {build.side}: {seconds:.0f} s", flush=True)
         measured = merge(found)
@@ -208,7 +217,8 @@ def main() -> None:
         print(table(measured), flush=True)
         write_results(output, about, rows.values())
     print(f"kept in {output}")
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

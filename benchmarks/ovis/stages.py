@@ -86,13 +86,18 @@ def stage_times(kernels: Iterable[Kernel], sizes: Sizes) -> dict[str, float]:
 
 def _product(shapes: Sequence[Sequence[int]], sizes: Sizes) -> str | None:
     """Which of the telling products an operation with these inputs is."""
-    numbers = {n for shape in shapes for n in shape}
-    if any(sizes.words <= n <= sizes.words + PADDING for n in numbers):
-        if sizes.joined in numbers:
-            return "head"
-        if sizes.hidden in numbers:
-            return "table"
+    over_words = [
+        shape
+        for shape in shapes
+        if any(sizes.words <= n <= sizes.words + PADDING for n in shape)
+    ]
+    # The table first: so many tokens as the head has inputs look like its weights.
+    if any(sizes.hidden in shape for shape in over_words):
+        return "table"
+    if any(sizes.joined in shape for shape in over_words):
+        return "head"
     values = sizes.patch_values
+    numbers = {n for shape in shapes for n in shape}
     if sizes.width in numbers and (
         any(values <= n < values + 64 for n in numbers)
         or any(shape[1:] and values == _size(shape[1:]) for shape in shapes)

@@ -75,6 +75,15 @@ def test_stages_are_told_apart_by_shapes_and_order():
     assert tuple(times) == STAGES
 
 
+def test_as_many_tokens_as_the_head_has_inputs_are_no_head():
+    kernels = [
+        kernel(0, 1000, [4096, 4096], [65531, 4096], [65531]),
+        kernel(1, 2000, [4096, 65531], [65531, 1536]),
+    ]
+    times = stage_times(kernels, SIZES)
+    assert (times["head"], times["table"]) == (1.0, 2.0)
+
+
 def test_convolution_is_the_patch_embedding():
     kernels = [
         kernel(0, 1000),

@@ -9,6 +9,7 @@ most as many requests a second as this allows, however fast its engine.
 """
 
 import asyncio
+import itertools
 import time
 from typing import Any
 
@@ -22,15 +23,31 @@ REQUESTS_OF_A_RUN = 32
 SECONDS_OF_A_RUN = 2.0
 
 
-def start_renderer(checkpoint: str) -> Any:
-    """The front end's part of a server that prepares requests."""
+def start(checkpoint: str) -> tuple[Any, list[Measurement]]:
+    """The front end's part of a server that prepares requests, and how it starts."""
+    times = [time.perf_counter()]
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.renderers import renderer_from_config
 
-    arguments = AsyncEngineArgs(
+    times.append(time.perf_counter())
+    config = AsyncEngineArgs(
         model=checkpoint, load_format="dummy", max_model_len=8192
+    ).create_engine_config()
+    times.append(time.perf_counter())
+    renderer = renderer_from_config(config)
+    times.append(time.perf_counter())
+    renderer.warmup_mm()
+    times.append(time.perf_counter())
+    parts = (
+        "imports",
+        "configuration",
+        "tokenizer and processor",
+        "multi-modal warm-up",
     )
-    return renderer_from_config(arguments.create_engine_config())
+    return renderer, [
+        Measurement(f"front end start: {part}", "s", [after - before])
+        for part, (before, after) in zip(parts, itertools.pairwise(times))
+    ]
 
 
 def chat(url: str) -> list[dict[str, Any]]:
@@ -66,16 +83,7 @@ async def render(renderer: Any, urls: list[str], concurrency: int) -> tuple[int,
 
 def measure(checkpoint: str, width: str, height: str) -> list[Measurement]:
     """Start, warm-up, and requests a second at every concurrency."""
-    start = time.perf_counter()
-    renderer = start_renderer(checkpoint)
-    built = time.perf_counter()
-    renderer.warmup_mm()
-    rows = [
-        Measurement("front end start: import and build", "s", [built - start]),
-        Measurement(
-            "front end start: multi-modal warm-up", "s", [time.perf_counter() - built]
-        ),
-    ]
+    renderer, rows = start(checkpoint)
     size = int(width), int(height)
     pictures = make_pictures(*size, 1 + len(CONCURRENCIES) * RUNS * REQUESTS_OF_A_RUN)
     urls = [to_data_url(picture) for picture in pictures]

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.models.ovis import golden
+from tests.reference.model import Ovis
+
 RANK = 4
 ALPHA = 8
 
@@ -31,6 +34,16 @@ TOWER = [
 """Linear layers of its vision tower."""
 
 HEAD = ["visual_tokenizer.head.0"]
+
+SIGLIP = [
+    f"visual_tokenizer.backbone.vision_model.encoder.layers.{layer}.{name}"
+    for layer in range(2)
+    for name in (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        *("self_attn.out_proj", "mlp.fc1", "mlp.fc2"),
+    )
+]
+"""Linear layers of the vision tower of tiny-ovis1.6-llama."""
 
 
 def write_adapter(
@@ -92,6 +105,26 @@ def write_merged(
         weights[name] = weights[name] + change
     (folder / "model.safetensors").unlink()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_random(folder: Path) -> Path:
+    """Write tiny-ovis2 with a wider MLP, which groups of 128 divide, and new weights.
+
+    Args:
+        folder: Made anew.
+
+    """
+    shutil.copytree(golden.checkpoint_path("tiny-ovis2"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["llm_config"]["intermediate_size"] = 256
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    weights = Ovis(config).state_dict()
+    del weights["llm.lm_head.weight"]  # Tied, and not stored.
+    # A text model's initial weights are so small that its layers change nothing.
+    scaled = {k: v * 5 if "_proj" in k else v for k, v in weights.items()}
+    save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -16,8 +16,9 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -130,23 +131,7 @@ def make_gptq(
         ValueError: A folder exists, or the group does not divide a layer's inputs.
 
     """
-    made = [target] if twin is None else [target, twin]
-    for folder in made:
-        if folder.exists():
-            raise ValueError(f"{folder} exists; name a folder that does not.")
-    quantized: dict[str, Tensor] = {}
-    restored: dict[str, Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if is_quantized(name):
-            levels, scales = quantize(tensor, bits, group_size)
-            layer = name.removesuffix(".weight")
-            quantized.update(packed_tensors(levels, scales, bits, layer))
-            restored[name] = dequantize(levels, scales, bits).to(tensor.dtype)
-        else:
-            quantized[name] = restored[name] = tensor
-
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    settings = {
+    settings: dict[str, Any] = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq",
         "bits": bits,
@@ -157,10 +142,54 @@ def make_gptq(
     }
     if list_modules:
         settings["modules_in_block_to_quantize"] = [list(block) for block in BLOCKS]
+
+    def convert(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        levels, scales = quantize(weight, bits, group_size)
+        tensors = packed_tensors(levels, scales, bits, layer)
+        return tensors, dequantize(levels, scales, bits)
+
+    write_quantized(source, target, convert, settings, twin)
+
+
+def write_quantized(
+    source: Path,
+    target: Path,
+    convert: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
+    settings: Mapping[str, Any],
+    twin: Path | None,
+) -> None:
+    """Write a checkpoint with other tensors for the text model's linear weights.
+
+    Args:
+        source: Folder in the authors' layout with one model.safetensors.
+        target: Folder to make.
+        convert: From a layer's name and weight to the tensors that stand for it in the
+            file, and to what they stand for, float32 of the weight's shape.
+        settings: The config's `quantization_config`.
+        twin: Folder to make with the weights that the tensors stand for.
+
+    Raises:
+        ValueError: A folder exists.
+
+    """
+    made = [target] if twin is None else [target, twin]
+    for folder in made:
+        if folder.exists():
+            raise ValueError(f"{folder} exists; name a folder that does not.")
+    quantized: dict[str, Tensor] = {}
+    restored: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if is_quantized(name):
+            tensors, weight = convert(name.removesuffix(".weight"), tensor)
+            quantized.update(tensors)
+            restored[name] = weight.to(tensor.dtype)
+        else:
+            quantized[name] = restored[name] = tensor
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for folder, tensors in zip(made, (quantized, restored), strict=False):
         shutil.copytree(source, folder, ignore=lambda *_: ["model.safetensors"])
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    written = {**config, "quantization_config": settings}
+    written = {**config, "quantization_config": dict(settings)}
     (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pybase64
@@ -20,6 +20,21 @@ from PIL import Image
 
 START_SECONDS = 300
 """Generous: importing the engine alone takes about half a minute on two cores."""
+
+
+class Server(NamedTuple):
+    """A healthy server.
+
+    Attributes:
+        url: Its base URL, without a trailing slash.
+        process: The process of the command.
+        log: File that has its output.
+
+    """
+
+    url: str
+    process: subprocess.Popen
+    log: Path
 
 
 @contextmanager
@@ -37,6 +52,23 @@ def serve(model: str, *arguments: str, **environment: str) -> Iterator[str]:
     Raises:
         RuntimeError: If the server ends or is not healthy in time; the message has
             the end of its log.
+
+    """
+    with running(model, *arguments, **environment) as server:
+        yield server.url
+
+
+@contextmanager
+def running(model: str, *arguments: str, **environment: str) -> Iterator[Server]:
+    """Run a server as `serve` does, for tests of its process.
+
+    Args:
+        model: Name or folder.
+        *arguments: Further arguments of the command.
+        **environment: Further environment variables.
+
+    Raises:
+        RuntimeError: As `serve`.
 
     """
     with socket.socket() as probe:
@@ -61,13 +93,13 @@ def serve(model: str, *arguments: str, **environment: str) -> Iterator[str]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.NamedTemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment
         )
         try:
             _wait_until_healthy(process, url, log)
-            yield url
+            yield Server(url, process, Path(log.name))
         finally:
             process.terminate()
             try:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from tests.models.ovis.checkpoints import GPTQ_BITS, PUBLISHED, config_json
 from vllm.config import ModelConfig, ParallelConfig
+from vllm.model_executor.models import vision
 from vllm.models.ovis.config import OvisConfig, VisionConfig, authors_visual_config
 from vllm.models.ovis.visual_tokenizer import VOCABULARY_ALIGNMENT, padded_words
 from vllm.transformers_utils.chat_templates import get_chat_template_fallback_path
@@ -185,3 +186,15 @@ def test_both_layouts_have_a_chat_template_to_fall_back_on() -> None:
     fallback = get_chat_template_fallback_path("ovis", "any/name")
     assert fallback is not None and fallback.name == "template_ovis.jinja"
     assert get_chat_template_fallback_path("ovis2", "any/name") == fallback
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_tower_that_ranks_do_not_divide_is_replicated(
+    monkeypatch: pytest.MonkeyPatch, name: str, ranks: int
+) -> None:
+    """12 heads on 8 ranks: each encodes whole tiles, where an assertion would stop."""
+    monkeypatch.setattr(vision, "get_tensor_model_parallel_world_size", lambda: ranks)
+    monkeypatch.setattr(vision, "get_multimodal_config", lambda: None)
+    heads = PUBLISHED[name].tower_sizes[2]
+    assert vision.is_vit_use_data_parallel(heads) == (heads == 12 and ranks == 8)

@@ -249,14 +249,13 @@ def test_frames_of_a_video(engine: tuple[str, LLM]) -> None:
         assert tokens == golden_greedy(checkpoint)[case["name"]]
 
 
-@pytest.mark.parametrize("floating", [True, False], ids=["normalised", "bytes"])
-def test_ready_tiles(engine: tuple[str, LLM], floating: bool) -> None:
-    """Tiles that a client prepared are seen as the pictures they come from."""
+def ready_tiles(
+    checkpoint: str, case: dict[str, Any], floating: bool
+) -> list[dict[str, Any]]:
+    """A case's pictures as tiles that a client prepared, normalised or as bytes."""
     from vllm.models.ovis import OvisProcessor
     from vllm.models.ovis.images import normalization_table, normalize, tile_image
 
-    checkpoint, llm = engine
-    case = named_case(checkpoint, "two_different_grids")
     settings = OvisProcessor.from_pretrained(
         golden.checkpoint_path(checkpoint)
     ).image_settings
@@ -271,8 +270,16 @@ def test_ready_tiles(engine: tuple[str, LLM], floating: bool) -> None:
         else:
             tiles |= {"pixel_values": tiled.pixels, "rectangles": tiled.rectangles}
         ready.append(tiles)
+    return ready
+
+
+@pytest.mark.parametrize("floating", [True, False], ids=["normalised", "bytes"])
+def test_ready_tiles(engine: tuple[str, LLM], floating: bool) -> None:
+    """Tiles that a client prepared are seen as the pictures they come from."""
+    checkpoint, llm = engine
+    case = named_case(checkpoint, "two_different_grids")
     request = as_request(case)
-    request["multi_modal_data"] = {"image": ready}
+    request["multi_modal_data"] = {"image": ready_tiles(checkpoint, case, floating)}
     output = llm.generate(request, GREEDY)[0]
     assert list(output.outputs[0].token_ids) == golden_greedy(checkpoint)[case["name"]]
 

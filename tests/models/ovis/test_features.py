@@ -19,11 +19,13 @@ from tests.models.ovis.test_engine_golden import (
     TOLERANCE,
     as_request,
     golden_greedy,
+    ready_tiles,
     relative_error,
 )
 from tests.reference.model import Reference
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter
 
@@ -35,7 +37,7 @@ MIXED = ("two_different_grids", "size_640x480", "no_image", "size_112x112")
 
 
 @contextmanager
-def started(**options: Any) -> Iterator[LLM]:
+def started(folder: Path = FOLDER, **options: Any) -> Iterator[LLM]:
     settings: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -48,15 +50,15 @@ def started(**options: Any) -> Iterator[LLM]:
         "generation_config": "vllm",
         **options,
     }
-    llm = LLM(str(FOLDER), **settings)
+    llm = LLM(str(folder), **settings)
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
 
 
-def cases(*names: str) -> list[dict[str, Any]]:
-    by_name = {case["name"]: case for case in golden.array_cases(CHECKPOINT)}
+def cases(*names: str, checkpoint: str = CHECKPOINT) -> list[dict[str, Any]]:
+    by_name = {case["name"]: case for case in golden.array_cases(checkpoint)}
     return [by_name[name] for name in names]
 
 
@@ -101,7 +103,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 @pytest.fixture(scope="module")
 def lora_engine() -> Iterator[LLM]:
     with started(
-        enable_lora=True, enable_tower_connector_lora=True, max_loras=2, max_lora_rank=8
+        enable_lora=True,
+        enable_tower_connector_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+        enable_mm_embeds=True,
     ) as llm:
         yield llm
 
@@ -112,14 +118,16 @@ def merged_logits(folder: Path, adapter: Path | None, case: Any) -> np.ndarray:
     Args:
         folder: Where the merged checkpoint is written, once.
         adapter: None for the checkpoint as it is.
-        case: Golden case.
+        case: Golden case; it names the checkpoint.
 
     """
-    checkpoint = FOLDER
+    checkpoint = Path(golden.checkpoint_path(case["checkpoint"]))
     if adapter is not None:
-        checkpoint = folder / f"merged-{adapter.name}"
-        if not checkpoint.exists():
-            adapters.write_merged(checkpoint, FOLDER, adapters.changed_weights(adapter))
+        merged = folder / f"merged-{adapter.name}"
+        if not merged.exists():
+            changes = adapters.changed_weights(adapter)
+            adapters.write_merged(merged, checkpoint, changes)
+        checkpoint = merged
     reference = Reference(checkpoint)
     images = [golden.authors_view(image) for image in golden.case_images(case)]
     ids, pixels = reference.prepare(
@@ -142,6 +150,14 @@ def expected(
         for adapter in (None, written.text, written.tower)
         for case in cases(*MIXED)
     }
+
+
+def picture_rows(case: dict[str, Any]) -> np.ndarray:
+    """The rows of a case's one picture among the authors' merged embeddings."""
+    merged = golden.arrays()[f"{CHECKPOINT}/{case['name']}/inputs_embeds"]
+    ids = np.array(case["expected"]["input_ids"])
+    (marks,) = np.nonzero(ids < 0)
+    return merged[marks[0] : len(merged) - (len(ids) - 1 - marks[-1])]
 
 
 def lora_request(adapter: Path, number: int) -> LoRARequest:
@@ -168,6 +184,26 @@ def test_an_adapter_acts_as_its_merged_weights(
             assert change == 0
 
 
+def test_an_adapter_of_the_first_generations_tower(tmp_path: Path) -> None:
+    """Ovis 1.6's SigLIP, whose modules the authors keep under `vision_model.`."""
+    checkpoint = "tiny-ovis1.6-llama"
+    folder = Path(golden.checkpoint_path(checkpoint))
+    adapter = adapters.write_adapter(
+        tmp_path / "siglip", folder, adapters.SIGLIP, seed=4
+    )
+    chosen = cases("size_640x480", "no_image", checkpoint=checkpoint)
+    with started(
+        folder, enable_lora=True, enable_tower_connector_lora=True, max_lora_rank=8
+    ) as llm:
+        requests = [as_request(case) for case in chosen]
+        actual = first_logits(llm, requests, lora_request(adapter, 1))
+    for case, logits in zip(chosen, actual, strict=True):
+        expected = merged_logits(tmp_path, adapter, case)
+        assert relative_error(logits, expected) < TOLERANCE
+        change = relative_error(expected, merged_logits(tmp_path, None, case))
+        assert (change > 100 * TOLERANCE) == bool(case["images"])
+
+
 def test_adapters_share_a_batch(
     lora_engine: LLM, written: Adapters, expected: Any
 ) -> None:
@@ -188,6 +224,58 @@ def test_adapters_share_a_batch(
     for (name, case), logits in zip(pairs, actual, strict=True):
         error = relative_error(logits, expected[name, case["name"]])
         assert error < TOLERANCE, (name, case["name"])
+
+
+def test_adapters_share_a_batch_of_all_kinds(
+    lora_engine: LLM, written: Adapters, expected: Any, tmp_path: Path
+) -> None:
+    """The tower runs once per kind of input, each time with that kind's adapters."""
+    picture, frames = cases("size_640x480", "video_4_frames")
+    request, video = as_request(picture), as_request(frames)
+    marks = "\n".join(["<image>"] * 4)
+    video = {
+        "prompt": video["prompt"].replace(marks, "<video>"),
+        "multi_modal_data": {"video": video["multi_modal_data"]["image"]},
+    }
+    normalised = ready_tiles(CHECKPOINT, picture, floating=True)
+    embeddings = torch.from_numpy(picture_rows(picture))
+    kinds = {
+        "picture": request,
+        "normalised": {**request, "multi_modal_data": {"image": normalised}},
+        "embeddings": {**request, "multi_modal_data": {"image": embeddings}},
+        "video": video,
+    }
+    loras = {
+        "": None,
+        "text": lora_request(written.text, 1),
+        "tower": lora_request(written.tower, 2),
+    }
+    of_video = {
+        name: merged_logits(tmp_path, getattr(written, name, None), frames)
+        for name in loras
+    }
+    pairs = [(name, kind) for name in ("tower", "", "text") for kind in kinds]
+    lora_engine.reset_mm_cache()
+    lora_engine.reset_prefix_cache()
+    actual = first_logits(
+        lora_engine,
+        [kinds[kind] for _, kind in pairs],
+        [loras[name] for name, _ in pairs],
+    )
+    for (name, kind), logits in zip(pairs, actual, strict=True):
+        # Embeddings have left the tower behind.
+        seen = "" if (name, kind) == ("tower", "embeddings") else name
+        right = of_video[seen] if kind == "video" else expected[seen, picture["name"]]
+        assert relative_error(logits, right) < TOLERANCE, (name, kind)
+
+
+def test_a_request_without_adapter_meets_none() -> None:
+    """On the CPU, slot -1 of a batch is no slot, and not the last one."""
+    weights = torch.ones(2, 1, adapters.RANK, 3)
+    slots = torch.tensor([0, -1, 1])
+    output = torch.full((3, adapters.RANK), torch.nan)
+    bgmv_shrink(torch.ones(3, 3), weights, output, slots, 2.0)
+    assert output.tolist() == [[share] * adapters.RANK for share in (6.0, 0.0, 6.0)]
 
 
 def test_an_adapter_of_the_head_is_refused(lora_engine: LLM, written: Adapters) -> None:

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A GPTQ checkpoint of our own against what its integers stand for."""
 
-import json
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
-from tests.models.ovis import golden
+from tests.models.ovis import adapters, golden
 from tests.models.ovis.make_gptq import dequantize, make_gptq, pack, quantize
 from tests.models.ovis.test_engine_golden import FIRST_LOGITS, relative_error
-from tests.reference.model import Ovis as PlainOvis
 from tests.reference.model import Reference
 from vllm import LLM
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -27,7 +23,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 )
 from vllm.models.ovis import quantization
 from vllm.models.ovis.model import Ovis
-from vllm.models.ovis.quantization import check_gptq_backend, has_cpu_kernel
+from vllm.models.ovis.quantization import check_kernels, has_cpu_kernel
 from vllm.platforms import current_platform
 
 QUESTION = "<image>\nWhat is this?"
@@ -61,20 +57,7 @@ def test_group_must_divide_the_inputs() -> None:
 
 @pytest.fixture(scope="module")
 def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny-ovis2 with a wider MLP, which a group of 128 divides, and other weights."""
-    source = Path(golden.checkpoint_path("tiny-ovis2"))
-    folder = tmp_path_factory.mktemp("gptq") / "float"
-    shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["llm_config"]["intermediate_size"] = 256
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    weights = PlainOvis(config).state_dict()
-    del weights["llm.lm_head.weight"]  # Tied, and not stored.
-    # A text model's initial weights are so small that its layers change nothing.
-    scaled = {k: v * 5 if "_proj" in k else v for k, v in weights.items()}
-    save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return adapters.write_random(tmp_path_factory.mktemp("gptq") / "float")
 
 
 SERVED = not current_platform.is_cpu() or has_cpu_kernel()
@@ -183,14 +166,14 @@ def test_a_cpu_without_the_kernel_names_what_serves(
     settings = {"bits": 8, "group_size": 128, "desc_act": False, "sym": True}
     quant_config = get_quantization_config("gptq").from_config(settings)
     with pytest.raises(ValueError, match="8 bits .* on 'cpu'. CUDA GPUs .* serve"):
-        check_gptq_backend(quant_config)
+        check_kernels(quant_config)
     settings["bits"] = 4
     four_bits = get_quantization_config("gptq").from_config(settings)
     if SERVED:
-        check_gptq_backend(four_bits)
+        check_kernels(four_bits)
     monkeypatch.setattr(quantization, "has_cpu_kernel", lambda: False)
     with pytest.raises(ValueError, match="4 bits .* CPUs with AVX-512 serve"):
-        check_gptq_backend(four_bits)
+        check_kernels(four_bits)
 
 
 def test_fused_layers_are_found_by_the_names_of_their_parts() -> None:

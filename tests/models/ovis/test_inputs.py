@@ -402,6 +402,29 @@ def test_max_partition_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert limits.get_image_kwargs({}) == (16, 0.9)
 
 
+@pytest.mark.parametrize("modality", ["image", "video"])
+def test_the_profile_has_the_largest_item(modality: str) -> None:
+    """What memory is planned for at the start has the most tokens that are allowed."""
+    processor = engine_processor("tiny-ovis2")
+    counts = {modality: 1}
+    data = processor.dummy_inputs.get_dummy_mm_data(8192, counts, {})
+    prompt = processor.dummy_inputs.get_dummy_text(counts)
+    inputs = process(
+        "tiny-ovis2", prompt, {key: value for key, value in data.items() if value}
+    )
+    (place,) = inputs["mm_placeholders"][modality]
+    most = processor.info.get_mm_max_tokens_per_item(8192, counts)[modality]
+    assert place.get_num_embeds() == most
+    # 4 x 4 cells and an overview of 16 tokens each; 8 frames of one tile.
+    assert most == {"image": 17 * 16 + 18, "video": 8 * 19}[modality]
+
+
+def test_pruning_of_videos_is_refused() -> None:
+    """The engine would drop the option in silence."""
+    with pytest.raises(ValueError, match="--video-pruning-rate"):
+        ModelConfig(golden.checkpoint_path("tiny-ovis2"), video_pruning_rate=0.5)
+
+
 def test_language_model_only() -> None:
     """Images and videos are refused, and no tokens are set aside for them."""
     config = ModelConfig(

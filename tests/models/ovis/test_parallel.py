@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Two tensor- or pipeline-parallel ranks, without caches, answer as one does."""
+"""Two ranks or replicas, without caches, answer as one does."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.models.ovis import golden
@@ -23,6 +25,7 @@ from vllm.platforms import current_platform
     params=[
         ("--tensor-parallel-size", "2"),
         ("--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data"),
+        ("--data-parallel-size", "2"),
         pytest.param(
             ("--pipeline-parallel-size", "2"),
             marks=pytest.mark.skipif(
@@ -31,7 +34,7 @@ from vllm.platforms import current_platform
             ),
         ),
     ],
-    ids=["tensor", "encoder-data", "pipeline"],
+    ids=["tensor", "encoder-data", "data", "pipeline"],
 )
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     environment = {}
@@ -56,3 +59,20 @@ def test_golden_answers(url: str, name: str) -> None:
     (case,) = cases(name)
     body = ask(url, case).json()
     assert body["choices"][0]["token_ids"] == expected_greedy(case)
+
+
+def test_every_replica_answers(url: str) -> None:
+    """Requests at once go to all replicas of the model, and are answered as alone."""
+    batch = cases(*SERVED) * 2
+    with ThreadPoolExecutor(len(batch)) as pool:
+        responses = list(pool.map(lambda case: ask(url, case), batch))
+    for case, response in zip(batch, responses, strict=True):
+        tokens = response.json()["choices"][0]["token_ids"]
+        assert tokens == expected_greedy(case), case["name"]
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    answered = [
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("vllm:generation_tokens_total{")
+    ]
+    assert min(answered) > 0, answered

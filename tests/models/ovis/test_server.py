@@ -215,6 +215,16 @@ def test_client_mistakes_are_told(
     assert answer.json()["choices"][0]["token_ids"] == expected_greedy(case)
 
 
+def test_tools_need_a_parser(url: str) -> None:
+    """A server without one says which options it lacks."""
+    tool = {"type": "function", "function": {"name": "paint", "parameters": {}}}
+    response = chat(
+        url, user_message(text_part("Paint it.")), tools=[tool], tool_choice="auto"
+    )
+    assert response.status_code == 400
+    assert "--enable-auto-tool-choice" in response.json()["error"]["message"]
+
+
 def test_scoped_image_options(url: str) -> None:
     """Options under `images_kwargs` count as the flat ones do."""
     message = user_message(image_part(PICTURE), text_part("What?"))
@@ -251,6 +261,23 @@ def test_typed_marks_stay_text(url: str, typed: str) -> None:
     typed_pads = 5 if typed == "<|image_pad|>" else 0
     assert ids[1].count(IMAGE_PAD) == ids[0].count(IMAGE_PAD) + typed_pads
     assert len(ids[1]) > len(ids[0])
+
+
+@pytest.mark.parametrize(
+    "size, status",
+    [
+        *(((1, 1), 200), ((3, 3), 200), ((3, 1), 200), ((500, 19), 200)),
+        *(((1, 1000), 400), ((4000, 5), 400)),
+    ],
+)
+def test_sizes_at_the_edge(url: str, size: tuple[int, int], status: int) -> None:
+    """Served while a row and a column remain after the resize, else told why."""
+    messages = user_message(image_part(PICTURE.resize(size)), text_part("What?"))
+    response = chat(url, messages)
+    assert response.status_code == status, response.text
+    if status == 400:
+        for number in size:
+            assert str(number) in response.json()["error"]["message"]
 
 
 def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:

@@ -121,6 +121,38 @@ def test_tool_call(url: str, choice: Any) -> None:
     assert arguments["colour"] in ("red", "green", "blue")
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_call_that_the_model_decides_on(url: str, stream: bool) -> None:
+    """The parser finds a call in the model's words, here the only words allowed."""
+    words = '{"name": "paint", "arguments": {"colour": "green"}}'
+    response = chat(
+        url,
+        user_message(image_part(picture(1)), text_part("Paint it.")),
+        max_tokens=200,
+        tools=[TOOL],
+        tool_choice="auto",
+        structured_outputs={"choice": [f"<tool_call>\n{words}\n</tool_call>"]},
+        stream=stream,
+    )
+    assert response.status_code == 200, response.text
+    if stream:
+        events = [
+            json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+            for line in response.text.splitlines()
+            if line.startswith("data: {")
+        ]
+        parts = [part["function"] for e in events for part in e.get("tool_calls") or ()]
+        name = "".join(part.get("name") or "" for part in parts)
+        arguments = "".join(part.get("arguments") or "" for part in parts)
+    else:
+        (choice,) = response.json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+    assert name == "paint"
+    assert json.loads(arguments) == {"colour": "green"}
+
+
 def test_tool_result_in_the_history(url: str) -> None:
     """A turn after a tool's result is answered; its text takes no picture's place."""
     call = {
@@ -201,6 +233,16 @@ def test_a_client_that_leaves_stops_its_request(url: str) -> None:
         for number, _ in enumerate(response.iter_lines()):
             if number == 8:
                 break
+    wait_until_idle(url)
+    assert metric(url, "vllm:generation_tokens_total") - before < 6000
+
+
+def test_a_client_that_times_out_stops_its_request(url: str) -> None:
+    """One that waits for a whole answer is gone without a word, too."""
+    before = metric(url, "vllm:generation_tokens_total")
+    messages = user_message(image_part(picture(6)), text_part("Tell all."))
+    with pytest.raises(httpx.ReadTimeout):
+        chat(url, messages, timeout=2, max_tokens=6000, ignore_eos=True)
     wait_until_idle(url)
     assert metric(url, "vllm:generation_tokens_total") - before < 6000
 

@@ -39,7 +39,7 @@ from .inputs import (
 )
 from .marks import MARKERS, chat_mark
 from .processor import ImageSettings, resolve_image_pad_id
-from .quantization import check_gptq_backend, visual_quant_config
+from .quantization import check_kernels, visual_quant_config
 from .tile_batch import TILE_FIELDS, tile_batch
 from .tiling import TILE, token_layout
 from .visual_tokenizer import VisualTokenizer
@@ -83,7 +83,7 @@ class Ovis(
             vllm_config.model_config.hf_image_processor_config
         )
         self.config = config
-        check_gptq_backend(vllm_config.quant_config)
+        check_kernels(vllm_config.quant_config)
 
         with self._mark_tower_model(vllm_config, {"image", "video"}):
             self.visual_tokenizer = VisualTokenizer(

@@ -11,6 +11,9 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.quantization.utils.marlin_utils import (
     check_marlin_supported,
 )
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8StaticChannelSym,
+)
 from vllm.platforms import current_platform
 
 VISUAL_PART = "visual_tokenizer"
@@ -58,16 +61,29 @@ def visual_quant_config(
     return None
 
 
-def check_gptq_backend(quant_config: QuantizationConfig | None) -> None:
-    """Refuse a GPTQ checkpoint that this machine has no kernel for.
+def check_kernels(quant_config: QuantizationConfig | None) -> None:
+    """Refuse quantization that this machine has no kernel for.
+
+    The engine would stop as well, but where a kernel is missing, without a word about
+    what does serve.
 
     Raises:
-        ValueError: With what the checkpoint needs, and what serves it.
+        ValueError: With what the settings need, and what serves them.
 
     """
-    if quant_config is None or quant_config.get_name() != "auto_gptq":
-        return
-    settings: Any = quant_config
+    name = None if quant_config is None else quant_config.get_name()
+    if name == "auto_gptq":
+        _check_gptq(quant_config)
+    elif name == "auto_awq" and current_platform.is_cpu() and not has_cpu_kernel():
+        raise ValueError(
+            "vLLM's library for this CPU has no kernel for AWQ checkpoints. CPUs with "
+            "AVX-512 and CUDA GPUs serve them."
+        )
+    elif name == "online" and current_platform.is_cpu():
+        _check_online_on_cpu(quant_config)
+
+
+def _check_gptq(settings: Any) -> None:
     # The engine's CPU library for AVX2 has no such kernel.
     has_kernels = not current_platform.is_cpu() or has_cpu_kernel()
     if has_kernels and check_marlin_supported(settings.quant_type, settings.group_size):
@@ -79,6 +95,19 @@ def check_gptq_backend(quant_config: QuantizationConfig | None) -> None:
         "above serve 4 and 8 bits in groups of 32, 64, 128 or whole columns, CPUs with "
         "AVX-512 serve 4 bits in such groups."
     )
+
+
+def _check_online_on_cpu(settings: Any) -> None:
+    linear, targets = settings.args.linear, settings.args.targets or {}
+    refused = {name for name in targets.values() if name != "fp8_per_channel"}
+    if linear is not None and linear.weight != kFp8StaticChannelSym:
+        refused.add(str(linear.weight))
+    if refused:
+        raise ValueError(
+            f"vLLM cannot quantize to {', '.join(sorted(refused))} while it loads on a "
+            "CPU; use --quantization fp8_per_channel there, or a checkpoint that is "
+            "quantized already (compressed-tensors FP8 or INT8, AWQ, GPTQ)."
+        )
 
 
 def has_cpu_kernel() -> bool:

@@ -4,7 +4,15 @@
 
 from vllm.model_executor.models.utils import WeightsMapper
 
-_AUTHORS = WeightsMapper(orig_to_new_prefix={"vte.": "visual_tokenizer.head.vte."})
+_AUTHORS = WeightsMapper(
+    orig_to_new_prefix={
+        "vte.": "visual_tokenizer.head.vte.",
+        # SigLIP's layers, which adapters name as the checkpoint does.
+        "visual_tokenizer.backbone.vision_model.encoder.": (
+            "visual_tokenizer.backbone.encoder."
+        ),
+    }
+)
 
 _TOWER = "model.vision_tower.transformer."
 _BACKBONE = "visual_tokenizer.backbone."
