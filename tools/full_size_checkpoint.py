@@ -4,7 +4,7 @@
 
     python -m tools.full_size_checkpoint FOLDER [--device cuda]
 
-Seeded: the same device type and torch release give the same bytes, 4.6 GB in bfloat16.
+Seeded: the same device type and torch release give the same bytes, 4.4 GB in bfloat16.
 What a trained model has and a plain random one lacks is that its choices are neither
 even nor certain, and rounding shows only in such a model:
 
