@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.ovis.records import (
     Measurement,
+    beside_release,
     merge,
     read_measurements,
     read_results,
@@ -65,11 +66,8 @@ def test_files_give_back_what_was_written(tmp_path):
 
 def test_table_leaves_unmeasured_cells_empty():
     lines = table(rows()).splitlines()
-    assert (
-        lines[2]
-        == "| a: time | ms | 20.0 (10.0 to 30.0) | 5.00 (5.00 to 5.00) | 4.00 | 1.50 |"
-    )
-    assert lines[4] == "| b: gone | s | 1.00 (1.00 to 1.00) |  |  |  |"
+    assert lines[2] == "| a: time | ms | 20.0 (10.0 to 30.0) | 5.00 | 4.00 | 1.50 |"
+    assert lines[4] == "| b: gone | s | 1.00 |  |  |  |"
 
 
 def test_page_is_filled_again_and_again(tmp_path):
@@ -84,8 +82,22 @@ def test_page_is_filled_again_and_again(tmp_path):
     assert "old" not in filled and "Not measured yet." in filled
     assert all(word in filled for word in ("before", "between", "after"))
     assert fill_tables(filled, results) == filled
-    with pytest.raises(ValueError, match="cpu.json has no rows of"):
-        fill_tables(page.replace("| a -->", "| c -->"), results)
+    assert "| a: " not in fill_tables(page.replace("| a -->", "| c -->"), results)
+
+
+def test_option_of_the_fork_stands_beside_the_release():
+    time, rate, _ = rows()
+    alone = merge({"fork": [Measurement("a: rate", "images/s", [20.0])]})[0]
+    row = beside_release(alone, rate, "faster")
+    assert (row.name, row.upstream, row.fork, row.ratio) == (
+        "a, faster: rate",
+        4,
+        20,
+        5,
+    )
+    assert row.runs == {"release": 1, "fork": 1}
+    assert row.spread == {"release": [4, 4], "fork": [20, 20]}
+    assert beside_release(alone, None, "faster").upstream is None
 
 
 def test_plot_is_the_same_for_the_same_rows(tmp_path):
