@@ -6,7 +6,7 @@
 
 A table stands between the comments "table: NAME | GROUP; GROUP" and "end of table":
 NAME.json holds the results, a group is what stands before the colon of a row's name.
-Plots of some groups follow their table.
+Plots of some groups follow their table. The group "targets" stands for all targets.
 """
 
 import re
@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.ovis.environments import ROOT
 from benchmarks.ovis.records import SIDES, Record, read_results, table
+from benchmarks.ovis.targets import targets_table
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "performance"
@@ -52,6 +53,8 @@ def fill_tables(page: str, results: Results) -> str:
     def fill(match: re.Match[str]) -> str:
         name, groups = match["name"], match["groups"].split("; ")
         about, records = results.get(name, ({}, []))
+        if records and groups == ["targets"]:
+            return f"{match[1]}\n{targets_table(records)}\n\n{match[4]}"
         rows = [row for group in groups for row in records if row.group == group]
         if not rows:
             return f"{match[1]}\nNot measured yet.\n\n{match[4]}"

@@ -14,8 +14,10 @@ from benchmarks.ovis.records import (
     write_measurements,
     write_results,
 )
-from benchmarks.ovis.report import fill_tables, load_results, plot
+from benchmarks.ovis.report import RESULTS, fill_tables, load_results, plot
+from benchmarks.ovis.targets import TARGETS, Target, judge
 
+PREPARED = ("640x480", "1920x1080", "4032x3024")
 ABOUT = {"processor": "P", "gpus": [], "cores": 2, "python": "3", "date": "today"}
 
 
@@ -98,6 +100,24 @@ def test_option_of_the_fork_stands_beside_the_release():
     assert row.runs == {"release": 1, "fork": 1}
     assert row.spread == {"release": [4, 4], "fork": [20, 20]}
     assert beside_release(alone, None, "faster").upstream is None
+
+
+def test_targets_are_judged_by_limit_and_ratio():
+    time, rate, gone = rows()  # 5 ms, ratio 4; 12 images/s, ratio 3
+    assert judge(Target(time.name, 5, 4), time)
+    assert not judge(Target(time.name, 4.9), time)
+    assert not judge(Target(time.name, ratio=4.1), time)
+    assert judge(Target(rate.name, 12), rate)
+    assert not judge(Target(rate.name, 12.1, 3), rate)
+    assert not judge(Target(gone.name, 2), gone)
+    assert not judge(Target(gone.name, ratio=1), gone)
+
+
+def test_every_target_is_of_a_row_that_is_measured():
+    """Kept results of the GPU have all rows but those of a later option."""
+    names = {row.name for row in read_results(RESULTS / "h200.json")[1]}
+    known = names | {f"picture to tiles: {size}" for size in PREPARED}
+    assert {target.row for target in TARGETS} <= known
 
 
 def test_plot_is_the_same_for_the_same_rows(tmp_path):
