@@ -184,26 +184,6 @@ def test_an_adapter_acts_as_its_merged_weights(
             assert change == 0
 
 
-def test_an_adapter_of_the_first_generations_tower(tmp_path: Path) -> None:
-    """Ovis 1.6's SigLIP, whose modules the authors keep under `vision_model.`."""
-    checkpoint = "tiny-ovis1.6-llama"
-    folder = Path(golden.checkpoint_path(checkpoint))
-    adapter = adapters.write_adapter(
-        tmp_path / "siglip", folder, adapters.SIGLIP, seed=4
-    )
-    chosen = cases("size_640x480", "no_image", checkpoint=checkpoint)
-    with started(
-        folder, enable_lora=True, enable_tower_connector_lora=True, max_lora_rank=8
-    ) as llm:
-        requests = [as_request(case) for case in chosen]
-        actual = first_logits(llm, requests, lora_request(adapter, 1))
-    for case, logits in zip(chosen, actual, strict=True):
-        expected = merged_logits(tmp_path, adapter, case)
-        assert relative_error(logits, expected) < TOLERANCE
-        change = relative_error(expected, merged_logits(tmp_path, None, case))
-        assert (change > 100 * TOLERANCE) == bool(case["images"])
-
-
 def test_adapters_share_a_batch(
     lora_engine: LLM, written: Adapters, expected: Any
 ) -> None:
@@ -281,6 +261,29 @@ def test_a_request_without_adapter_meets_none() -> None:
 def test_an_adapter_of_the_head_is_refused(lora_engine: LLM, written: Adapters) -> None:
     with pytest.raises(ValueError, match=r"visual_tokenizer\.head\.0"):
         lora_engine.llm_engine.add_lora(lora_request(written.head, 3))
+
+
+# Each from here on has an engine of its own: starting one ends the one before.
+
+
+def test_an_adapter_of_the_first_generations_tower(tmp_path: Path) -> None:
+    """Ovis 1.6's SigLIP, whose modules the authors keep under `vision_model.`."""
+    checkpoint = "tiny-ovis1.6-llama"
+    folder = Path(golden.checkpoint_path(checkpoint))
+    adapter = adapters.write_adapter(
+        tmp_path / "siglip", folder, adapters.SIGLIP, seed=4
+    )
+    chosen = cases("size_640x480", "no_image", checkpoint=checkpoint)
+    with started(
+        folder, enable_lora=True, enable_tower_connector_lora=True, max_lora_rank=8
+    ) as llm:
+        requests = [as_request(case) for case in chosen]
+        actual = first_logits(llm, requests, lora_request(adapter, 1))
+    for case, logits in zip(chosen, actual, strict=True):
+        expected = merged_logits(tmp_path, adapter, case)
+        assert relative_error(logits, expected) < TOLERANCE
+        change = relative_error(expected, merged_logits(tmp_path, None, case))
+        assert (change > 100 * TOLERANCE) == bool(case["images"])
 
 
 def test_a_tower_adapter_is_not_served_in_part(written: Adapters) -> None:
