@@ -33,6 +33,7 @@ from benchmarks.ovis.environments import (
 from benchmarks.ovis.records import (
     SIDES,
     Measurement,
+    beside_release,
     merge,
     read_results,
     table,
@@ -160,6 +161,10 @@ def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="JSON",
         help="engine arguments of the fork alone, to measure an option",
     )
+    parser.add_argument(
+        "--label",
+        help="measure the fork alone, in rows with this name beside the release's kept",
+    )
     parser.add_argument("--only", metavar="SECTION,...", help="default: all sections")
     parser.add_argument("--output", type=Path, metavar="JSON")
     options = parser.parse_args(command_line)
@@ -200,7 +205,7 @@ def main() -> bool:
     for section in options.only:
         measure = SECTIONS[options.kind][section]
         found: dict[str, list[Measurement]] = {}
-        for build in builds:
+        for build in builds[1:] if options.label else builds:
             start = time.perf_counter()
             arguments = options.fork_arguments if build.side == "fork" else {}
             try:
@@ -213,6 +218,11 @@ def main() -> bool:
             seconds = time.perf_counter() - start
             print(f"{section} of the {build.side}: {seconds:.0f} s", flush=True)
         measured = merge(found)
+        if options.label:
+            measured = [
+                beside_release(row, rows.get(row.name), options.label)
+                for row in measured
+            ]
         rows |= {row.name: row for row in measured}
         print(table(measured), flush=True)
         write_results(output, about, rows.values())

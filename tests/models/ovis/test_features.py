@@ -184,26 +184,6 @@ def test_an_adapter_acts_as_its_merged_weights(
             assert change == 0
 
 
-def test_an_adapter_of_the_first_generations_tower(tmp_path: Path) -> None:
-    """Ovis 1.6's SigLIP, whose modules the authors keep under `vision_model.`."""
-    checkpoint = "tiny-ovis1.6-llama"
-    folder = Path(golden.checkpoint_path(checkpoint))
-    adapter = adapters.write_adapter(
-        tmp_path / "siglip", folder, adapters.SIGLIP, seed=4
-    )
-    chosen = cases("size_640x480", "no_image", checkpoint=checkpoint)
-    with started(
-        folder, enable_lora=True, enable_tower_connector_lora=True, max_lora_rank=8
-    ) as llm:
-        requests = [as_request(case) for case in chosen]
-        actual = first_logits(llm, requests, lora_request(adapter, 1))
-    for case, logits in zip(chosen, actual, strict=True):
-        expected = merged_logits(tmp_path, adapter, case)
-        assert relative_error(logits, expected) < TOLERANCE
-        change = relative_error(expected, merged_logits(tmp_path, None, case))
-        assert (change > 100 * TOLERANCE) == bool(case["images"])
-
-
 def test_adapters_share_a_batch(
     lora_engine: LLM, written: Adapters, expected: Any
 ) -> None:
@@ -283,6 +263,29 @@ def test_an_adapter_of_the_head_is_refused(lora_engine: LLM, written: Adapters) 
         lora_engine.llm_engine.add_lora(lora_request(written.head, 3))
 
 
+# Each from here on has an engine of its own: starting one ends the one before.
+
+
+def test_an_adapter_of_the_first_generations_tower(tmp_path: Path) -> None:
+    """Ovis 1.6's SigLIP, whose modules the authors keep under `vision_model.`."""
+    checkpoint = "tiny-ovis1.6-llama"
+    folder = Path(golden.checkpoint_path(checkpoint))
+    adapter = adapters.write_adapter(
+        tmp_path / "siglip", folder, adapters.SIGLIP, seed=4
+    )
+    chosen = cases("size_640x480", "no_image", checkpoint=checkpoint)
+    with started(
+        folder, enable_lora=True, enable_tower_connector_lora=True, max_lora_rank=8
+    ) as llm:
+        requests = [as_request(case) for case in chosen]
+        actual = first_logits(llm, requests, lora_request(adapter, 1))
+    for case, logits in zip(chosen, actual, strict=True):
+        expected = merged_logits(tmp_path, adapter, case)
+        assert relative_error(logits, expected) < TOLERANCE
+        change = relative_error(expected, merged_logits(tmp_path, None, case))
+        assert (change > 100 * TOLERANCE) == bool(case["images"])
+
+
 def test_a_tower_adapter_is_not_served_in_part(written: Adapters) -> None:
     """Without the option for towers, an adapter of the tower is refused at load."""
     with started(enable_lora=True) as llm:
@@ -311,6 +314,24 @@ def test_tower_adapters_need_a_tower_that_every_rank_shares(
     # The engine's own answer needs two running ranks.
     monkeypatch.setattr(ovis, "is_vit_use_data_parallel", lambda num_heads: True)
     with pytest.raises(ValueError, match="--mm-encoder-tp-mode data"):
+        model._refuse_what_tower_lora_cannot_follow(vllm_config)
+
+
+def test_tower_adapters_do_not_go_with_encoder_graphs() -> None:
+    """Refused at start: a graph's tiles are not those that adapters are mapped to."""
+    from vllm.models.ovis.model import Ovis
+
+    model_class: Any = Ovis
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    vllm_config = EngineArgs(
+        str(FOLDER),
+        enable_lora=True,
+        enable_tower_connector_lora=True,
+        compilation_config={"cudagraph_mm_encoder": True},  # type: ignore[arg-type]
+    ).create_engine_config()
+    model.config = vllm_config.model_config.hf_config
+    with pytest.raises(ValueError, match="does not go with cudagraph_mm_encoder"):
         model._refuse_what_tower_lora_cannot_follow(vllm_config)
 
 
