@@ -88,7 +88,10 @@ class TileBatch:
     def lengths(self, tokens_per_tile: int) -> list[int]:
         """Number of embeddings of each item, indicators among them."""
         return [
-            sum(num_image_tokens(*grid, tokens_per_tile) for grid in item)
+            sum(
+                num_image_tokens(*grid, tokens_per_tile=tokens_per_tile)
+                for grid in item
+            )
             for item in self.grids
         ]
 
