@@ -18,12 +18,15 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.math_utils import round_up
 
-USES_TRITON = HAS_TRITON and current_platform.is_cuda_alike()
-
 PATCH_ALIGNMENT = 16
 """Columns of flattened patches are padded to a multiple of this. 588 columns (14 x 14
 patches) are no multiple of 16 bytes: on an H200 ten tiles then take 0.088 ms instead of
 0.026."""
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether the Triton kernels take this tensor: on a GPU of NVIDIA or AMD."""
+    return HAS_TRITON and x.is_cuda
 
 
 def linear(
@@ -41,7 +44,7 @@ def linear(
         there are; the matrix library picks its kernel by that number.
 
     """
-    if envs.VLLM_BATCH_INVARIANT and current_platform.is_cuda_alike():
+    if envs.VLLM_BATCH_INVARIANT and x.is_cuda:
         return linear_batch_invariant(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -78,7 +81,7 @@ def normalized_patches(
     """
     tiles, grid, patch = pixels.shape[0], patches_per_side, patch_size
     width = padded_patch_width(patch_size)
-    if USES_TRITON:
+    if runs_triton(pixels):
         patches = pixels.new_empty(tiles, grid**2, width, dtype=dtype)
         if tiles:
             _normalized_patches_kernel[(tiles * grid**2,)](
@@ -176,7 +179,7 @@ def word_probabilities_(
         `logits`.
 
     """
-    if USES_TRITON:
+    if runs_triton(logits):
         padded = logits.shape[1]
         # One read and one write: a whole row stays in the registers of one program.
         _word_probabilities_kernel[(logits.shape[0],)](
@@ -240,7 +243,7 @@ def takes_fp8(layer: torch.nn.Module) -> bool:
     Not in the engine's batch-invariant mode, where such a layer multiplies otherwise.
     """
     return (
-        USES_TRITON
+        HAS_TRITON
         and current_platform.is_cuda()
         and not envs.VLLM_BATCH_INVARIANT
         and get_input_quant_key(layer) == kFp8DynamicTokenSym

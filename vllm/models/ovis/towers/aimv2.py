@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ..config import VisionConfig
-from ..ops import silu_and_mul
+from ..ops import runs_triton, silu_and_mul
 from .common import (
     PatchEmbedding,
     TowerAttention,
@@ -73,7 +73,7 @@ class AIMv2MLP(nn.Module):
     ) -> torch.Tensor:
         """[tokens, hidden_size] to the same shape."""
         gate_and_up = self.fc13(hidden_states)
-        if self.runs_own_kernels:
+        if self.runs_own_kernels and runs_triton(gate_and_up):
             return self.fc2(silu_and_mul(gate_and_up, self.fc2))
         return self.fc2(self.act(gate_and_up))
 

@@ -21,24 +21,23 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ..ops import (
-    USES_TRITON,
     linear,
     padded_patch_width,
     padded_patches,
     quantized_for,
     rms_norm_,
+    runs_triton,
 )
 
 
 def runs_own_kernels() -> bool:
-    """Whether a tower built now runs fused kernels itself.
+    """Whether a tower built now runs fused kernels itself, on tensors that they take.
 
     In the default start the engine's layers are plain torch, for its compiler to fuse.
     The tower is outside the compiled text model: there an RMSNorm would run as six
     kernels. Where the tower is compiled too, the compiler fuses more.
     """
-    compilation_config = get_current_vllm_config().compilation_config
-    return USES_TRITON and not compilation_config.compile_mm_encoder
+    return not get_current_vllm_config().compilation_config.compile_mm_encoder
 
 
 class TowerRMSNorm(RMSNorm):
@@ -66,7 +65,7 @@ class TowerRMSNorm(RMSNorm):
             The normalised rows; with a residual, a pair of them and the sum.
 
         """
-        if not self.runs_own_kernel:
+        if not (self.runs_own_kernel and runs_triton(x)):
             return super().forward(x, residual)
         eps = self.variance_epsilon
         normed = rms_norm_(x, residual, self.weight, eps, consumer)
