@@ -4,6 +4,7 @@
 
 import base64
 import io
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image
@@ -24,8 +25,8 @@ def make_picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 def make_pictures(
     width: int, height: int, count: int, seed: int = 0
-) -> list[Image.Image]:
-    """Many different pictures: pieces of one, which is made once.
+) -> Iterator[Image.Image]:
+    """Make many different pictures: pieces of one, which is made once.
 
     Args:
         width: Width of each in pixels.
@@ -35,11 +36,9 @@ def make_pictures(
 
     """
     whole = make_picture(width + _MARGIN, height + _MARGIN, seed)
-    pieces = []
     for index in range(count):
         left, top = index % _MARGIN, index // _MARGIN % _MARGIN
-        pieces.append(whole.crop((left, top, left + width, top + height)))
-    return pieces
+        yield whole.crop((left, top, left + width, top + height))
 
 
 def to_jpeg(picture: Image.Image) -> bytes:

@@ -5,7 +5,7 @@
 import json
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +94,44 @@ def _record(name: str, by_side: Mapping[str, Measurement]) -> Record:
         for side, measurement in by_side.items()
     }
     upstream, fork = (medians.get(side) for side in SIDES)
-    ratio = None
-    if upstream and fork:
-        ratio = fork / upstream if unit in RATES else upstream / fork
     floors = [m.floor for m in by_side.values() if m.floor is not None]
     return Record(
         name=name,
         unit=unit,
         upstream=upstream,
         fork=fork,
-        ratio=ratio,
+        ratio=_ratio(unit, upstream, fork),
         floor=floors[-1] if floors else None,
         runs={side: len(m.values) for side, m in by_side.items()},
         spread={side: [min(m.values), max(m.values)] for side, m in by_side.items()},
+    )
+
+
+def _ratio(unit: str, upstream: float | None, fork: float | None) -> float | None:
+    if not upstream or not fork:
+        return None
+    return fork / upstream if unit in RATES else upstream / fork
+
+
+def beside_release(row: Record, kept: Record | None, label: str) -> Record:
+    """A row of the fork alone, measured with an option, as a row of its own.
+
+    Args:
+        row: Row of the fork.
+        kept: The row without the option, whose figures of the release are taken.
+        label: What the option is called; becomes part of the name.
+
+    """
+    what = row.name.removeprefix(row.group)
+    named = replace(row, name=f"{row.group}, {label}{what}")
+    if kept is None or kept.upstream is None:
+        return named
+    return replace(
+        named,
+        upstream=kept.upstream,
+        ratio=_ratio(row.unit, kept.upstream, row.fork),
+        runs={"release": kept.runs["release"], **row.runs},
+        spread={"release": kept.spread["release"], **row.spread},
     )
 
 
@@ -156,12 +181,12 @@ def table(rows: Iterable[Record]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [
-            f"{figure(value)} ({' to '.join(map(figure, row.spread[side]))})"
-            if value is not None
-            else ""
-            for side, value in zip(SIDES, (row.upstream, row.fork))
-        ]
+        cells = []
+        for side, value in zip(SIDES, (row.upstream, row.fork)):
+            cell = figure(value)
+            if row.runs.get(side, 0) > 1:
+                cell += f" ({' to '.join(map(figure, row.spread[side]))})"
+            cells.append(cell)
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append(
             f"| {row.name} | {row.unit} | {cells[0]} | {cells[1]} | {ratio} "

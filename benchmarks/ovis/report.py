@@ -6,7 +6,7 @@
 
 A table stands between the comments "table: NAME | GROUP; GROUP" and "end of table":
 NAME.json holds the results, a group is what stands before the colon of a row's name.
-Plots of some groups follow their table.
+Plots of some groups follow their table. The group "targets" stands for all targets.
 """
 
 import re
@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.ovis.environments import ROOT
 from benchmarks.ovis.records import SIDES, Record, read_results, table
+from benchmarks.ovis.targets import targets_table
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = ROOT / "docs" / "performance"
@@ -47,25 +48,20 @@ def load_results(page: str, folder: Path) -> Results:
 
 
 def fill_tables(page: str, results: Results) -> str:
-    """The page with every table made anew.
-
-    Raises:
-        ValueError: A table asks for groups that no row has.
-
-    """
+    """The page with every table made anew, of those rows that were measured."""
 
     def fill(match: re.Match[str]) -> str:
         name, groups = match["name"], match["groups"].split("; ")
-        if name not in results:
+        about, records = results.get(name, ({}, []))
+        if records and groups == ["targets"]:
+            return f"{match[1]}\n{targets_table(records)}\n\n{match[4]}"
+        rows = [row for group in groups for row in records if row.group == group]
+        if not rows:
             return f"{match[1]}\nNot measured yet.\n\n{match[4]}"
-        about, records = results[name]
-        rows = [row for row in records if row.group in groups]
-        if missing := set(groups) - {row.group for row in rows}:
-            raise ValueError(f"{name}.json has no rows of {sorted(missing)}")
         plots = [
             f"![{PLOTTED[group]}]({PLOTS.name}/{plot_file(name, group)})\n\n"
             for group in groups
-            if group in PLOTTED
+            if group in PLOTTED and any(row.group == group for row in rows)
         ]
         return (
             f"{match[1]}\n{describe(about)}\n\n{table(rows)}\n\n{''.join(plots)}"
@@ -124,7 +120,7 @@ def plot(title: str, rows: Sequence[Record], path: Path) -> None:
     axes.margins(x=0.1)
     axes.set_xlabel(rows[0].unit)
     axes.set_title(title)
-    axes.legend(loc="best", fontsize=8)
+    axes.legend(loc="best", fontsize=8, markerscale=0.4)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})

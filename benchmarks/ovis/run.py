@@ -33,6 +33,7 @@ from benchmarks.ovis.environments import (
 from benchmarks.ovis.records import (
     SIDES,
     Measurement,
+    beside_release,
     merge,
     read_results,
     table,
@@ -160,6 +161,10 @@ def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="JSON",
         help="engine arguments of the fork alone, to measure an option",
     )
+    parser.add_argument(
+        "--label",
+        help="measure the fork alone, in rows with this name beside the release's kept",
+    )
     parser.add_argument("--only", metavar="SECTION,...", help="default: all sections")
     parser.add_argument("--output", type=Path, metavar="JSON")
     options = parser.parse_args(command_line)
@@ -183,8 +188,8 @@ def environments(options: argparse.Namespace) -> list[Environment]:
     ]
 
 
-def main() -> None:
-    """Run the sections, one build after the other in each."""
+def main() -> bool:
+    """Run the sections, one build after the other; returns whether one failed."""
     options = parse()
     builds = environments(options)
     described = {build.side: describe(build) for build in builds}
@@ -194,24 +199,36 @@ def main() -> None:
     if options.kind == "gpu" and not about["gpus"]:
         sys.exit("the fork's environment sees no NVIDIA GPU; measure 'cpu' instead")
     output = options.output or results_file(options.kind, about)
-    rows = {}
+    rows, failed = {}, False
     if output.exists():
         rows = {row.name: row for row in read_results(output)[1]}
     for section in options.only:
         measure = SECTIONS[options.kind][section]
         found: dict[str, list[Measurement]] = {}
-        for build in builds:
+        for build in builds[1:] if options.label else builds:
             start = time.perf_counter()
             arguments = options.fork_arguments if build.side == "fork" else {}
-            found[build.side] = measure(build, arguments)
+            try:
+                found[build.side] = measure(build, arguments)
+            except RuntimeError as error:
+                # What the other build does is still worth knowing.
+                print(f"{section} of the {build.side} failed: {error}", flush=True)
+                failed = True
+                continue
             seconds = time.perf_counter() - start
             print(f"{section} of the {build.side}: {seconds:.0f} s", flush=True)
         measured = merge(found)
+        if options.label:
+            measured = [
+                beside_release(row, rows.get(row.name), options.label)
+                for row in measured
+            ]
         rows |= {row.name: row for row in measured}
         print(table(measured), flush=True)
         write_results(output, about, rows.values())
     print(f"kept in {output}")
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

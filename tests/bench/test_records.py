@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.ovis.records import (
     Measurement,
+    beside_release,
     merge,
     read_measurements,
     read_results,
@@ -13,8 +14,10 @@ from benchmarks.ovis.records import (
     write_measurements,
     write_results,
 )
-from benchmarks.ovis.report import fill_tables, load_results, plot
+from benchmarks.ovis.report import RESULTS, fill_tables, load_results, plot
+from benchmarks.ovis.targets import TARGETS, Target, judge
 
+PREPARED = ("640x480", "1920x1080", "4032x3024")
 ABOUT = {"processor": "P", "gpus": [], "cores": 2, "python": "3", "date": "today"}
 
 
@@ -65,11 +68,8 @@ def test_files_give_back_what_was_written(tmp_path):
 
 def test_table_leaves_unmeasured_cells_empty():
     lines = table(rows()).splitlines()
-    assert (
-        lines[2]
-        == "| a: time | ms | 20.0 (10.0 to 30.0) | 5.00 (5.00 to 5.00) | 4.00 | 1.50 |"
-    )
-    assert lines[4] == "| b: gone | s | 1.00 (1.00 to 1.00) |  |  |  |"
+    assert lines[2] == "| a: time | ms | 20.0 (10.0 to 30.0) | 5.00 | 4.00 | 1.50 |"
+    assert lines[4] == "| b: gone | s | 1.00 |  |  |  |"
 
 
 def test_page_is_filled_again_and_again(tmp_path):
@@ -84,8 +84,40 @@ def test_page_is_filled_again_and_again(tmp_path):
     assert "old" not in filled and "Not measured yet." in filled
     assert all(word in filled for word in ("before", "between", "after"))
     assert fill_tables(filled, results) == filled
-    with pytest.raises(ValueError, match="cpu.json has no rows of"):
-        fill_tables(page.replace("| a -->", "| c -->"), results)
+    assert "| a: " not in fill_tables(page.replace("| a -->", "| c -->"), results)
+
+
+def test_option_of_the_fork_stands_beside_the_release():
+    time, rate, _ = rows()
+    alone = merge({"fork": [Measurement("a: rate", "images/s", [20.0])]})[0]
+    row = beside_release(alone, rate, "faster")
+    assert (row.name, row.upstream, row.fork, row.ratio) == (
+        "a, faster: rate",
+        4,
+        20,
+        5,
+    )
+    assert row.runs == {"release": 1, "fork": 1}
+    assert row.spread == {"release": [4, 4], "fork": [20, 20]}
+    assert beside_release(alone, None, "faster").upstream is None
+
+
+def test_targets_are_judged_by_limit_and_ratio():
+    time, rate, gone = rows()  # 5 ms, ratio 4; 12 images/s, ratio 3
+    assert judge(Target(time.name, 5, 4), time)
+    assert not judge(Target(time.name, 4.9), time)
+    assert not judge(Target(time.name, ratio=4.1), time)
+    assert judge(Target(rate.name, 12), rate)
+    assert not judge(Target(rate.name, 12.1, 3), rate)
+    assert not judge(Target(gone.name, 2), gone)
+    assert not judge(Target(gone.name, ratio=1), gone)
+
+
+def test_every_target_is_of_a_row_that_is_measured():
+    """Kept results of the GPU have all rows but those of a later option."""
+    names = {row.name for row in read_results(RESULTS / "h200.json")[1]}
+    known = names | {f"picture to tiles: {size}" for size in PREPARED}
+    assert {target.row for target in TARGETS} <= known
 
 
 def test_plot_is_the_same_for_the_same_rows(tmp_path):

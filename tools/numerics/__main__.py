@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     engine.prepare_environment(parsed.batch_invariant)
     from .records import bad
 
-    report = description(parsed, arguments)
+    report = description(parsed)
     found = []
     for record in run(parsed, report["engines"]):
         found.append(record)
@@ -93,8 +93,11 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if bad(found) else 0
 
 
-def description(parsed: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """What a report says beside its records."""
+def description(parsed: argparse.Namespace) -> dict[str, Any]:
+    """What a report says beside its records.
+
+    The command is told without where the results were written.
+    """
     import torch
     import transformers
 
@@ -106,8 +109,14 @@ def description(parsed: argparse.Namespace, arguments: Sequence[str]) -> dict[st
         device = (
             f"CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
         )
+    words = ["python", "-m", "tools.numerics", parsed.model]
+    words += ["--device", parsed.device, "--dtype", *parsed.dtype]
+    if parsed.batch_invariant:
+        words.append("--batch-invariant")
+    else:
+        words += ["--reports", *parsed.reports]
     return {
-        "command": shlex.join(["python", "-m", "tools.numerics", *arguments]),
+        "command": shlex.join(words),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device,
         "versions": {

@@ -64,15 +64,15 @@ def started(model: str, dtype: str, device: str, **options: Any) -> "Iterator[LL
     }
     if device == "cuda" and dtype == "float32":
         settings |= IEEE_FLOAT32
+    # An engine before this one holds its memory until its cycles are collected.
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     llm = LLM(model, **settings | options)
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
 
 
 def request(prompt: str, case: Case) -> dict[str, Any]:
@@ -129,6 +129,7 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         self.made: dict[str, list[Tensor]] | None = None
+        self.finished: dict[str, list[Tensor]] = {}
         backbone, layers = model.visual_tokenizer.backbone, model.llm.model.layers
         for index, layer in enumerate(trace.layers_of(backbone)):
             self._tap(layer, trace.tower_layer(index))

@@ -26,7 +26,7 @@ from benchmarks.ovis.floors import (
     encode_work,
     request_floor,
 )
-from benchmarks.ovis.pictures import make_pictures
+from benchmarks.ovis.pictures import make_picture
 from benchmarks.ovis.records import Measurement
 from benchmarks.ovis.stages import read_trace, stage_times
 from benchmarks.ovis.workers import run_worker
@@ -142,7 +142,7 @@ def measure_encode(
     rows = []
     for tiles, picture_sizes in PICTURES.items():
         pictures = [
-            make_pictures(*size, 1, seed=1000 * tiles + index)[0]
+            make_picture(*size, seed=1000 * tiles + index)
             for index, size in enumerate(picture_sizes)
         ]
         items = items_of_request(engine, runner, pictures)

@@ -49,7 +49,7 @@ def throughput(
     """Pictures a second, all different, also from run to run."""
     values = []
     for run in range(RUNS + 1):
-        seconds = generate(engine, make_pictures(*size, count, seed=run))
+        seconds = generate(engine, list(make_pictures(*size, count, seed=run)))
         if run:  # The first compiles and warms up.
             values.append(count / seconds)
     name = f"offline throughput: {size[0]}x{size[1]}, {count} images, 1 token"

@@ -35,8 +35,8 @@ GRIDS = {
 class Encoder(OvisEncoderGraphs):
     """The part of the model that encodes."""
 
-    interleave = Ovis.interleave
-    embed_multimodal = Ovis.embed_multimodal
+    interleave: Any = Ovis.interleave
+    embed_multimodal: Any = Ovis.embed_multimodal
 
     def __init__(self) -> None:
         text = SimpleNamespace(hidden_size=TEXT_WIDTH)
@@ -126,7 +126,7 @@ def both_ways(fields: dict[str, Any], budgets: list[int]) -> torch.Tensor:
     return torch.cat([both, hits], dim=1)
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     f"{name}, {kind}": (random_fields(kind, grids), [])
     for name, grids in GRIDS.items()
     for kind in ("images", "ready tiles", "videos")

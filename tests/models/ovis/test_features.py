@@ -322,6 +322,24 @@ def test_tower_adapters_need_a_tower_that_every_rank_shares(
         model._refuse_what_tower_lora_cannot_follow(vllm_config)
 
 
+def test_tower_adapters_do_not_go_with_encoder_graphs() -> None:
+    """Refused at start: a graph's tiles are not those that adapters are mapped to."""
+    from vllm.models.ovis.model import Ovis
+
+    model_class: Any = Ovis
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    vllm_config = EngineArgs(
+        str(FOLDER),
+        enable_lora=True,
+        enable_tower_connector_lora=True,
+        compilation_config={"cudagraph_mm_encoder": True},  # type: ignore[arg-type]
+    ).create_engine_config()
+    model.config = vllm_config.model_config.hf_config
+    with pytest.raises(ValueError, match="does not go with cudagraph_mm_encoder"):
+        model._refuse_what_tower_lora_cannot_follow(vllm_config)
+
+
 def test_sleep_mode_is_refused_on_the_cpu() -> None:
     """The engine has no sleep mode for this platform and says so at start."""
     from vllm.platforms import current_platform

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Kernels against the plain formula, on whatever device there is."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,7 +92,7 @@ def test_rms_norm(dtype: torch.dtype, width: int, adds: bool) -> None:
     normed = F.rms_norm(total.double(), (width,), eps=1e-5).to(dtype)
     expected = normed.double() * weight.double()
 
-    actual = rms_norm_(x, residual if adds else None, weight, 1e-5, None)
+    actual: Any = rms_norm_(x, residual if adds else None, weight, 1e-5, None)
     if adds:
         assert torch.equal(residual, total)
     assert actual.data_ptr() == x.data_ptr()
@@ -106,7 +108,7 @@ def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
     x = torch.randn(33, 2 * width, device=DEVICE).mul(3).to(dtype)
     gate, up = x.chunk(2, dim=-1)
     expected = F.silu(gate.double()).to(dtype).double() * up.double()
-    actual = silu_and_mul(x, torch.nn.Identity())
+    actual: Any = silu_and_mul(x, torch.nn.Identity())
     error = (actual.double() - expected).norm() / expected.norm()
     assert error < torch.finfo(dtype).eps
 
@@ -116,14 +118,14 @@ def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
 def test_rows_come_quantized_for_a_layer_that_takes_them(width: int) -> None:
     """The engine's own quantization of what the kernel gives without."""
     torch.manual_seed(width)
-    layer = torch.nn.Identity()
+    layer: Any = torch.nn.Identity()
     layer._input_quant_key = kFp8DynamicTokenSym
     plain = torch.nn.Identity()
     x = torch.randn(33, 2 * width, device=DEVICE).bfloat16()
     rows = x[:, :width].contiguous()
     residual = torch.randn_like(rows)
     weight = torch.rand(width, device=DEVICE).bfloat16()
-    pairs = [
+    pairs: list[Any] = [
         (rows, quantized_for(layer, rows)),
         (silu_and_mul(x, plain), silu_and_mul(x, layer)),
         (

@@ -41,7 +41,9 @@ class OvisEncoderGraphs(SupportsEncoderCudaGraph):
 
     def interleave(
         self, tiles: torch.Tensor, grids: Sequence[Sequence[Sequence[int]]]
-    ) -> tuple[torch.Tensor, ...]: ...
+    ) -> tuple[torch.Tensor, ...]:
+        """Place each item's tiles among its indicator rows."""
+        raise NotImplementedError
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         return EncoderCudaGraphConfig(

@@ -193,6 +193,12 @@ class Ovis(
         lora = vllm_config.lora_config
         if lora is None or not lora.enable_tower_connector_lora:
             return
+        if vllm_config.compilation_config.cudagraph_mm_encoder:
+            raise ValueError(
+                "--enable-tower-connector-lora does not go with "
+                "cudagraph_mm_encoder: a graph's tiles are not those that the engine "
+                "maps to adapters."
+            )
         heads = self.config.vision.num_heads
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if is_vit_use_data_parallel(heads) and ranks > 1:
@@ -201,12 +207,6 @@ class Ovis(
                 "tensor-parallel ranks, but here each rank encodes whole tiles "
                 f"(--mm-encoder-tp-mode data, or {heads} attention heads that "
                 f"{ranks} ranks do not divide)."
-            )
-        if vllm_config.compilation_config.cudagraph_mm_encoder:
-            raise ValueError(
-                "--enable-tower-connector-lora does not go with "
-                "cudagraph_mm_encoder: a graph's tiles are not those that the engine "
-                "maps to adapters."
             )
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:

@@ -88,7 +88,7 @@ class TileBatch:
     def lengths(self, tokens_per_tile: int) -> list[int]:
         """Number of embeddings of each item, indicators among them."""
         return [
-            sum(num_image_tokens(*grid, tokens_per_tile) for grid in item)
+            sum(num_image_tokens(rows, cols, tokens_per_tile) for rows, cols in item)
             for item in self.grids
         ]
 
