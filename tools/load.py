@@ -53,7 +53,8 @@ KV_BLOCKS = 512
 WARM_UP_PICTURES = 500
 """After so many, --distinct has met all shapes and used all blocks."""
 GROWTH_LIMIT_MIB = 2 * CACHE_MIB
-"""The processor's cache may lie in the front end and in the engine."""
+"""The cache may still fill while it is measured, and clients leave and err meanwhile;
+--distinct, which does neither, is held to the cache's size."""
 
 SHARES = {"known": 0.5, "new": 0.4, "bad": 0.05, "leave": 0.05}
 SIZES = ((448, 448), (640, 480), (300, 200), (90, 400), (31, 70), (900, 260))

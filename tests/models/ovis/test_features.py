@@ -3,6 +3,7 @@
 """Serving features, in process: each works as documented or says clearly no."""
 
 import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.ovis import adapters, golden
+from tests.models.ovis import adapters, golden, pictures
 from tests.models.ovis.test_engine_golden import (
     FIRST_LOGITS,
     GREEDY,
@@ -23,14 +24,18 @@ from tests.models.ovis.test_engine_golden import (
     relative_error,
 )
 from tests.reference.model import Reference
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.ops.torch_ops import bgmv_shrink
 from vllm.lora.request import LoRARequest
+from vllm.models.ovis.images import tile_image
 from vllm.v1.metrics.reader import Counter
 
 CHECKPOINT = "tiny-ovis2"
 FOLDER = Path(golden.checkpoint_path(CHECKPOINT))
+
+CACHE_MIB = 3
+"""Of the cache of processed pictures, where memory is looked at."""
 
 MIXED = ("two_different_grids", "size_640x480", "no_image", "size_112x112")
 """Cases of 2, 1, 0 and 1 pictures with different numbers of tiles."""
@@ -451,3 +456,50 @@ def test_eagle3_does_not_change_answers(tmp_path: Path) -> None:
             and metric.name == "vllm:spec_decode_num_draft_tokens"
         ]
         assert sum(drafted) > 0
+
+
+# Memory
+
+
+def live_mib() -> float:
+    """Memory of all tensors that are still referred to, in MiB."""
+    gc.collect()
+    sizes = {}
+    for found in gc.get_objects():
+        # isinstance() would import what stands behind lazy modules.
+        if issubclass(type(found), torch.Tensor):
+            storage = found.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values()) / 2**20
+
+
+def test_new_pictures_leave_nothing_behind() -> None:
+    """Beyond what the caches may hold, no tensor outlives its request.
+
+    What the process takes from the system is measured by `make load`, not here: it
+    depends on the machine.
+    """
+    settings = SamplingParams(max_tokens=1)
+    with started(mm_processor_cache_gb=CACHE_MIB / 1024) as llm:
+
+        def show(seeds: range) -> float:
+            prompt = cases("size_640x480")[0]["expected"]["prompt"]
+            llm.generate(
+                [
+                    {
+                        "prompt": prompt,
+                        "multi_modal_data": {"image": pictures.picture(seed)},
+                    }
+                    for seed in seeds
+                ],
+                settings,
+                use_tqdm=False,
+            )
+            return live_mib()
+
+        # Enough to fill the caches of pictures and of embeddings.
+        before = show(range(80))
+        tiled = (tile_image(pictures.picture(seed), 112, 16) for seed in range(80))
+        assert sum(tiles.pixels.nbytes for tiles in tiled) / 2**20 > 2 * CACHE_MIB
+        after = show(range(80, 240))
+    assert after - before < CACHE_MIB
