@@ -100,16 +100,19 @@ def normalized_patches(
         return patches
 
     used = grid * patch
-    position = torch.arange(used, device=pixels.device)
-    top, left, rows, columns = (part.unsqueeze(1) for part in rectangles.unbind(1))
-    in_rows = (position >= top) & (position < top + rows)
-    in_columns = (position >= left) & (position < left + columns)
-    inside = (in_rows.unsqueeze(2) & in_columns.unsqueeze(1)).unsqueeze(3)
-    index = pixels[:, :used, :used].int()
-    index = index + torch.arange(3, dtype=torch.int32, device=pixels.device) * 256
-    values = torch.where(inside, table.flatten()[index], 0.0).to(dtype)
-    values = values.view(tiles, grid, patch, grid, patch, 3).permute(0, 1, 3, 5, 2, 4)
-    return padded_patches(values.flatten(3).flatten(1, 2))
+    patches = pixels.new_zeros(tiles, grid**2, width, dtype=dtype)
+    table = table.to(dtype)
+    # Tile by tile: what is read and written stays in a processor's cache.
+    for index, (top, left, rows, columns) in enumerate(rectangles.tolist()):
+        bottom, right = min(top + rows, used), min(left + columns, used)
+        content = pixels[index, top:bottom, left:right].permute(2, 0, 1).int()
+        tile = pixels.new_zeros(3, used, used, dtype=dtype)
+        for values, channel, line in zip(tile, content, table):
+            looked_up = line.index_select(0, channel.flatten()).view(channel.shape)
+            values[top:bottom, left:right] = looked_up
+        cut = tile.view(3, grid, patch, grid, patch).permute(1, 3, 0, 2, 4)
+        patches[index, :, : 3 * patch**2] = cut.flatten(2).flatten(0, 1)
+    return patches
 
 
 def padded_patches(patches: torch.Tensor) -> torch.Tensor:
