@@ -100,17 +100,19 @@ def gpu_server(build: Environment, arguments: dict[str, Any]) -> list[Measuremen
     return build.measure("serve", [settings.dump()])
 
 
+# An engine comes before the front end: what vLLM keeps of a build between starts is made
+# at the first one.
 SECTIONS: dict[str, dict[str, Section]] = {
     "cpu": {
         "prepare": prepare,
-        "frontend": frontend,
         "offline": cpu_offline,
+        "frontend": frontend,
         "server": cpu_server,
     },
     "gpu": {
         "prepare": prepare,
-        "frontend": frontend,
         "encode": gpu_encode,
+        "frontend": frontend,
         "server": gpu_server,
     },
 }
