@@ -100,8 +100,8 @@ def gpu_server(build: Environment, arguments: dict[str, Any]) -> list[Measuremen
     return build.measure("serve", [settings.dump()])
 
 
-# An engine comes before the front end: what vLLM keeps of a build between starts is made
-# at the first one.
+# An engine comes before the front end: what vLLM keeps of a build between starts is
+# made at the first one.
 SECTIONS: dict[str, dict[str, Section]] = {
     "cpu": {
         "prepare": prepare,
