@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+
+from vllm.models.ovis.tiling import num_tiles
 
 from . import engine, reference, trace
 from .cases import batch_cases
@@ -77,9 +78,8 @@ class Taps:
 
 def picture_keys(inputs: Mapping[str, Any]) -> list[str]:
     """Names of the pictures in a call of `embed_multimodal`: hashes of their tiles."""
-    cells = inputs["grids"].prod(-1)
-    tiles = torch.where(cells > 1, cells + 1, cells)
-    parts = inputs["pixel_values"].cpu().split(tiles.tolist())
+    tiles = [num_tiles(*grid) for grid in inputs["grids"].tolist()]
+    parts = inputs["pixel_values"].cpu().split(tiles)
     return [hashlib.sha256(part.numpy().tobytes()).hexdigest() for part in parts]
 
 

@@ -44,7 +44,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Continuation:
+class Continuation(Errors):
     """What a case's greedy tokens give away, and how often they agree.
 
     Attributes:
@@ -61,12 +61,6 @@ class Continuation:
 
     """
 
-    case: str
-    scale: float
-    engine: float
-    noise: float
-    engine_wide: float
-    reference_wide: float
     agreement: float
     noise_agreement: float
     first: int | None

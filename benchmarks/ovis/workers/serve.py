@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 from benchmarks.ovis.pictures import make_pictures, to_data_url
 from benchmarks.ovis.records import Measurement
 from benchmarks.ovis.workers import run_worker
+from tools.demo import free_port
 
 START_SECONDS = 900
 WARM_UP_REQUESTS = 4
@@ -81,9 +81,7 @@ def server(settings: Settings, log: Path) -> Iterator[tuple[str, float]]:
         RuntimeError: It ended or took too long.
 
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"),
         *(settings.checkpoint, "--host", "127.0.0.1", "--port", str(port)),

@@ -299,45 +299,36 @@ def test_a_tower_adapter_is_not_served_in_part(written: Adapters) -> None:
         assert llm.llm_engine.add_lora(lora_request(written.text, 2))
 
 
-def test_tower_adapters_need_a_tower_that_every_rank_shares(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Refused at start where each rank encodes tiles of its own."""
-    from vllm.models.ovis import model as ovis
-
-    model_class: Any = ovis.Ovis
-    model = model_class.__new__(model_class)
-    torch.nn.Module.__init__(model)
-    vllm_config = EngineArgs(
-        str(FOLDER),
-        enable_lora=True,
-        enable_tower_connector_lora=True,
-        tensor_parallel_size=2,
-        mm_encoder_tp_mode="data",
-    ).create_engine_config()
-    model.config = vllm_config.model_config.hf_config
-    # The engine's own answer needs two running ranks.
-    monkeypatch.setattr(ovis, "is_vit_use_data_parallel", lambda num_heads: True)
-    with pytest.raises(ValueError, match="--mm-encoder-tp-mode data"):
-        model._refuse_what_tower_lora_cannot_follow(vllm_config)
-
-
-def test_tower_adapters_do_not_go_with_encoder_graphs() -> None:
-    """Refused at start: a graph's tiles are not those that adapters are mapped to."""
+def check_tower_adapters(**options: Any) -> None:
+    """What a model checks at start of tower adapters, without weights or ranks."""
     from vllm.models.ovis.model import Ovis
 
     model_class: Any = Ovis
     model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
     vllm_config = EngineArgs(
-        str(FOLDER),
-        enable_lora=True,
-        enable_tower_connector_lora=True,
-        compilation_config={"cudagraph_mm_encoder": True},  # type: ignore[arg-type]
+        str(FOLDER), enable_lora=True, enable_tower_connector_lora=True, **options
     ).create_engine_config()
     model.config = vllm_config.model_config.hf_config
+    model._refuse_what_tower_lora_cannot_follow(vllm_config)
+
+
+def test_tower_adapters_need_a_tower_that_every_rank_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused at start where each rank encodes tiles of its own."""
+    from vllm.models.ovis import model as ovis
+
+    # The engine's own answer needs two running ranks.
+    monkeypatch.setattr(ovis, "is_vit_use_data_parallel", lambda num_heads: True)
+    with pytest.raises(ValueError, match="--mm-encoder-tp-mode data"):
+        check_tower_adapters(tensor_parallel_size=2, mm_encoder_tp_mode="data")
+
+
+def test_tower_adapters_do_not_go_with_encoder_graphs() -> None:
+    """Refused at start: a graph's tiles are not those that adapters are mapped to."""
     with pytest.raises(ValueError, match="does not go with cudagraph_mm_encoder"):
-        model._refuse_what_tower_lora_cannot_follow(vllm_config)
+        check_tower_adapters(compilation_config={"cudagraph_mm_encoder": True})
 
 
 def test_sleep_mode_is_refused_on_the_cpu() -> None:

@@ -3,6 +3,7 @@
 """A GPTQ checkpoint of our own against what its integers stand for."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +64,17 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SERVED = not current_platform.is_cpu() or has_cpu_kernel()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["no list", "module list"])
-def quantized(
-    request: pytest.FixtureRequest, random_checkpoint: Path
-) -> Iterator[tuple[Path, Path, LLM, dict[str, Any]]]:
-    if not SERVED:
-        pytest.skip("vLLM's library for this CPU has no kernel for 4-bit weights")
-    suffix = "-listed" if request.param else ""
-    target, twin = (
-        random_checkpoint.with_name(name + suffix) for name in ("gptq", "twin")
-    )
-    make_gptq(random_checkpoint, target, list_modules=request.param, twin=twin)
+@contextmanager
+def recorded_engine(
+    folder: Path, **options: Any
+) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """An engine in bfloat16, with what it loaded.
+
+    Yields:
+        The engine; names of the tensors that are stored, of the model's parameters,
+        and of those that were loaded.
+
+    """
     seen: dict[str, Any] = {}
     original = Ovis.load_weights
 
@@ -86,10 +87,10 @@ def quantized(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ovis, "load_weights", record)
-        # Else a machine with tile instructions rounds activations to 8 bits.
+        # Else a machine with tile instructions rounds activations of 4-bit weights.
         patch.setenv("VLLM_CPU_INT4_W4A8", "0")
         llm = LLM(
-            str(target),
+            str(folder),
             dtype="bfloat16",
             enforce_eager=True,
             max_model_len=1024,
@@ -97,9 +98,27 @@ def quantized(
             max_logprobs=-1,
             logprobs_mode="raw_logits",
             generation_config="vllm",
+            **options,
         )
-    yield target, twin, llm, seen
-    llm.llm_engine.engine_core.shutdown()
+    try:
+        yield llm, seen
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no list", "module list"])
+def quantized(
+    request: pytest.FixtureRequest, random_checkpoint: Path
+) -> Iterator[tuple[Path, Path, LLM, dict[str, Any]]]:
+    if not SERVED:
+        pytest.skip("vLLM's library for this CPU has no kernel for 4-bit weights")
+    suffix = "-listed" if request.param else ""
+    target, twin = (
+        random_checkpoint.with_name(name + suffix) for name in ("gptq", "twin")
+    )
+    make_gptq(random_checkpoint, target, list_modules=request.param, twin=twin)
+    with recorded_engine(target) as (llm, seen):
+        yield target, twin, llm, seen
 
 
 def test_every_tensor_is_used_once(

@@ -7,7 +7,7 @@ ones stand for, whose linear layers round their inputs as the format says.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from torch import nn
 from tests.models.ovis import adapters, golden
 from tests.models.ovis.make_quantized import FORMATS, make_quantized, pack_outputs
 from tests.models.ovis.test_engine_golden import FIRST_LOGITS, relative_error
-from tests.models.ovis.test_gptq import QUESTION, SERVED, unquantized_linears
+from tests.models.ovis.test_gptq import (
+    QUESTION,
+    SERVED,
+    recorded_engine,
+    unquantized_linears,
+)
 from tests.reference.model import Reference
 from tests.reference.prompt import qwen_prompt
-from vllm import LLM
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization import get_quantization_config
@@ -31,7 +35,6 @@ from vllm.model_executor.layers.quantization.online.base import (
     OnlineQuantizationConfig,
 )
 from vllm.models.ovis import quantization
-from vllm.models.ovis.model import Ovis
 from vllm.models.ovis.quantization import check_kernels
 from vllm.platforms import current_platform
 
@@ -97,7 +100,7 @@ def picture() -> list[Any]:
 
 
 def served(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+    folder: Path, **options: Any
 ) -> tuple[np.ndarray, dict[str, bool], dict[str, Any]]:
     """Serve a checkpoint once.
 
@@ -105,31 +108,7 @@ def served(
         Its logits; which linear layers are not quantized, by name; what was loaded.
 
     """
-    seen: dict[str, Any] = {}
-    original = Ovis.load_weights
-
-    def record(model: Ovis, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        stored = list(weights)
-        seen["stored"] = [name for name, _ in stored]
-        seen["parameters"] = {name for name, _ in model.named_parameters()}
-        seen["loaded"] = original(model, stored)
-        return seen["loaded"]
-
-    monkeypatch.setattr(Ovis, "load_weights", record)
-    # Else a machine with tile instructions rounds activations of 4-bit weights.
-    monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
-    llm = LLM(
-        str(folder),
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=4,
-        max_logprobs=-1,
-        logprobs_mode="raw_logits",
-        generation_config="vllm",
-        **options,
-    )
-    try:
+    with recorded_engine(folder, **options) as (llm, seen):
         request = {
             "prompt": qwen_prompt(QUESTION, ""),
             "multi_modal_data": {"image": picture()},
@@ -137,8 +116,6 @@ def served(
         steps: Any = llm.generate(request, FIRST_LOGITS)[0].outputs[0].logprobs
         logits = np.array([steps[0][i].logprob for i in range(len(steps[0]))])
         return logits, llm.apply_model(unquantized_linears)[0], seen
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def only_the_text_model(in_float: dict[str, bool]) -> bool:
@@ -152,7 +129,6 @@ def only_the_text_model(in_float: dict[str, bool]) -> bool:
 def test_a_quantized_checkpoint(
     random_checkpoint: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     form: str,
 ) -> None:
     """Each tensor is used once, tower and head stay as stored, answers are right."""
@@ -160,7 +136,7 @@ def test_a_quantized_checkpoint(
         pytest.skip("vLLM's library for this CPU has no kernel for 4-bit weights")
     target, twin = tmp_path / "quantized", tmp_path / "twin"
     make_quantized(random_checkpoint, target, twin, form)
-    logits, in_float, seen = served(target, monkeypatch)
+    logits, in_float, seen = served(target)
     with safe_open(target / "model.safetensors", "pt") as stored:
         assert sorted(stored.keys()) == sorted(seen["stored"])
     # Scales of the key-value cache are parameters that a file may leave out.
@@ -172,14 +148,10 @@ def test_a_quantized_checkpoint(
     assert error < TOLERANCE[form]
 
 
-def test_fp8_while_loading(
-    random_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_while_loading(random_checkpoint: Path, tmp_path: Path) -> None:
     """A float checkpoint becomes what the FP8 file of the same weights holds."""
     make_quantized(random_checkpoint, tmp_path / "file", tmp_path / "twin", "fp8")
-    logits, in_float, _ = served(
-        random_checkpoint, monkeypatch, quantization="fp8_per_channel"
-    )
+    logits, in_float, _ = served(random_checkpoint, quantization="fp8_per_channel")
     assert only_the_text_model(in_float)
     error = relative_error(logits, expected_logits(tmp_path / "twin", "fp8"))
     print(f"fp8 while loading: to the twin {error:.1e}")

@@ -16,11 +16,11 @@ from tests.models.ovis.test_visual_tokenizer import (
     MEAN,
     STD,
     TEXT_WIDTH,
+    load,
     random_tiles,
     run_ranks,
 )
 from tests.reference.model import VisualTokenizer as PlainTokenizer
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.models.ovis.config import TOKENIZE_FUNCTIONS, VisionConfig
 from vllm.models.ovis.images import normalization_table, normalize
 from vllm.models.ovis.visual_tokenizer import VisualTokenizer
@@ -87,17 +87,7 @@ def both(config: dict[str, Any]) -> torch.Tensor:
         sizes, TEXT_WIDTH, MEAN, STD, quant_config=None, prefix="visual_tokenizer"
     )
     weights = {name: p.detach() for name, p in plain.named_parameters()}
-    tower = {k[9:]: v for k, v in weights.items() if k.startswith("backbone.")}
-    head = {k[5:]: v for k, v in weights.items() if k.startswith("head.")}
-    backbone: Any = model.backbone
-    loaded = {f"backbone.{name}" for name in backbone.load_weights(tower.items())}
-    head["vte.weight"] = table
-    loaded |= {f"head.{name}" for name in model.head.load_weights(head.items())}
-    assert loaded == {name for name, _ in model.named_parameters()}
-    for module in model.modules():
-        if isinstance(module, LinearBase):
-            method: Any = module.quant_method
-            method.process_weights_after_loading(module)
+    load(model, {**weights, "head.vte.weight": table})
 
     pixels, rectangles = random_tiles(TILES, sizes.image_size)
     floats = torch.from_numpy(

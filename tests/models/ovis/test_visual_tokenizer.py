@@ -146,7 +146,12 @@ def build(sizes: VisionConfig, data_parallel: bool) -> VisualTokenizer:
         model = VisualTokenizer(
             sizes, TEXT_WIDTH, MEAN, STD, quant_config=None, prefix="visual_tokenizer"
         )
-    weights = random_weights(sizes)
+    load(model, random_weights(sizes))
+    return model
+
+
+def load(model: VisualTokenizer, weights: dict[str, torch.Tensor]) -> None:
+    """Load weights named as in a checkpoint, the table as head.vte.weight."""
     tower = {k[9:]: v for k, v in weights.items() if k.startswith("backbone.")}
     head = {k[5:]: v for k, v in weights.items() if k.startswith("head.")}
     backbone: Any = model.backbone
@@ -157,7 +162,6 @@ def build(sizes: VisionConfig, data_parallel: bool) -> VisualTokenizer:
         if isinstance(module, LinearBase):
             method: Any = module.quant_method
             method.process_weights_after_loading(module)
-    return model
 
 
 def random_weights(sizes: VisionConfig) -> dict[str, torch.Tensor]:
