@@ -13,10 +13,14 @@ import pytest
 import torch
 
 from tests.models.ovis.test_visual_tokenizer import SIZES, TEXT_WIDTH, build, run_ranks
-from vllm.models.ovis.encoder_graph import MAX_GRAPH_TILES, OvisEncoderGraphs
+from vllm.config.compilation import CUDAGraphMode
+from vllm.config.vllm import OptimizationLevel
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.models.ovis.encoder_graph import OvisEncoderGraphs
 from vllm.models.ovis.model import Ovis
 from vllm.models.ovis.tile_batch import select_items, tile_batch
 from vllm.models.ovis.tiling import num_tiles
+from vllm.platforms import current_platform
 from vllm.v1.worker.encoder_cudagraph import (
     BudgetGraphMetadata,
     EncoderCudaGraphManager,
@@ -40,9 +44,8 @@ class Encoder(OvisEncoderGraphs):
 
     def __init__(self) -> None:
         text = SimpleNamespace(hidden_size=TEXT_WIDTH)
-        self.config: Any = SimpleNamespace(
-            vision=SIZES, llm_config=text, embedding_scale=0.5
-        )
+        self.config: Any = SimpleNamespace(llm_config=text, embedding_scale=0.5)
+        self.vision = SIZES
         self.visual_tokenizer = build(SIZES, data_parallel=False)
 
 
@@ -143,7 +146,8 @@ def test_graphs_change_nothing(name: str, results: dict[str, torch.Tensor]) -> N
     graphed, plain = results[name]
     torch.testing.assert_close(graphed, plain, rtol=0, atol=1e-5)
     hits = graphed[-1, 0].item()
-    small = sum(tiles <= MAX_GRAPH_TILES for tiles in _tiles(CASES[name][0]))
+    most = SIZES.encoder_graph_tokens[-1] // SIZES.tokens_per_tile
+    small = sum(tiles <= most for tiles in _tiles(CASES[name][0]))
     if name == "named budgets":
         # One tile has four tokens: the larger of the two budgets holds 13.
         small = len(GRIDS["mixed"])
@@ -162,8 +166,9 @@ def test_ready_made_embeddings_pass_through() -> None:
 
     class Bare(OvisEncoderGraphs):
         config: Any = SimpleNamespace(
-            vision=SIZES, llm_config=SimpleNamespace(hidden_size=TEXT_WIDTH)
+            llm_config=SimpleNamespace(hidden_size=TEXT_WIDTH)
         )
+        vision = SIZES
 
     model = Bare()
     specs = model.get_encoder_cudagraph_item_specs(fields)
@@ -186,10 +191,72 @@ def test_items_are_taken_in_order(kind: str) -> None:
     assert _tiles(select_items(fields, [])) == []
 
 
+def engine_config(**changed: Any) -> Any:
+    """A configuration as the engine makes it, with some values changed."""
+    values = {
+        "cudagraph_mm_encoder": None,
+        "encoder_cudagraph_token_budgets": [],
+        "cudagraph_mode": None,
+        "compile_mm_encoder": False,
+        "enforce_eager": False,
+        "optimization_level": OptimizationLevel.O2,
+        "language_model_only": False,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "enable_tower_connector_lora": False,
+    } | changed
+    values["hf_config"] = SimpleNamespace(vision=SIZES)
+    part = SimpleNamespace(**values)
+    part.multimodal_config = part
+    return SimpleNamespace(
+        compilation_config=part,
+        model_config=part,
+        parallel_config=part,
+        lora_config=part,
+        optimization_level=part.optimization_level,
+    )
+
+
+@pytest.mark.parametrize(
+    "changed, platform, graphs",
+    [
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"cudagraph_mm_encoder": False}, "cuda", False),
+        ({"cudagraph_mm_encoder": True, "tensor_parallel_size": 2}, "cuda", True),
+        ({"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, "cuda", True),
+        ({"cudagraph_mode": CUDAGraphMode.NONE}, "cuda", False),
+        ({"compile_mm_encoder": True}, "cuda", False),
+        ({"enforce_eager": True}, "cuda", False),
+        ({"optimization_level": OptimizationLevel.O0}, "cuda", False),
+        ({"language_model_only": True}, "cuda", False),
+        ({"tensor_parallel_size": 2}, "cuda", False),
+        ({"pipeline_parallel_size": 2}, "cuda", False),
+        ({"enable_tower_connector_lora": True}, "cuda", False),
+    ],
+)
+def test_graphs_are_on_where_they_fit(
+    changed: dict[str, Any], platform: str, graphs: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: platform == "cuda")
+    config = engine_config(**changed)
+    MODELS_CONFIG_MAP["Ovis"].verify_and_update_config(config)
+    assert config.compilation_config.cudagraph_mm_encoder is graphs
+
+
+@pytest.mark.parametrize("named", [[], [8]])
+def test_each_number_of_tiles_has_a_graph(named: list[int]) -> None:
+    config = engine_config(encoder_cudagraph_token_budgets=named)
+    MODELS_CONFIG_MAP["Ovis"].verify_and_update_config(config)
+    budgets = config.compilation_config.encoder_cudagraph_token_budgets
+    # One tile has four tokens here.
+    assert budgets == (named or [4 * tiles for tiles in range(1, 11)])
+
+
 def test_a_budget_below_one_tile_is_refused() -> None:
     with pytest.raises(ValueError, match="holds 3, but one tile of this model has 4"):
         Encoder.prepare_encoder_cudagraph_capture_inputs(
-            SimpleNamespace(config=SimpleNamespace(vision=SIZES)),  # type: ignore[arg-type]
+            SimpleNamespace(vision=SIZES),  # type: ignore[arg-type]
             3,
             1,
             0,

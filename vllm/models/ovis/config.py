@@ -67,6 +67,15 @@ class VisionConfig:
         return self.tokens_per_side**2
 
     @property
+    def encoder_graph_tokens(self) -> list[int]:
+        """Visual tokens of each number of tiles that has a CUDA graph of its own.
+
+        From one tile to those of the largest picture at the authors' max_partition. A
+        picture of nine tiles in a graph of ten would take a ninth longer.
+        """
+        return [tiles * self.tokens_per_tile for tiles in range(1, 11)]
+
+    @property
     def merged_size(self) -> int:
         """Width of the joined features that enter the head."""
         return self.hidden_size * self.hidden_stride**2

@@ -20,23 +20,21 @@ from vllm.v1.worker.encoder_cudagraph_defs import (
     EncoderItemSpec,
 )
 
-from .config import OvisConfig
+from .config import OvisConfig, VisionConfig
 from .ops import padded_patch_width
 from .tile_batch import select_items, tile_batch
+from .towers.common import shapes_planned
 from .visual_tokenizer import VisualTokenizer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-MAX_GRAPH_TILES = 10
-"""Most tiles that graphs are captured for unless the user names other budgets: those of
-the largest picture at the authors' own max_partition."""
 
 
 class OvisEncoderGraphs(SupportsEncoderCudaGraph):
     """What the engine's graph manager asks an Ovis model."""
 
     config: OvisConfig
+    vision: VisionConfig
     visual_tokenizer: VisualTokenizer
 
     def interleave(
@@ -62,13 +60,13 @@ class OvisEncoderGraphs(SupportsEncoderCudaGraph):
     def get_encoder_cudagraph_budget_range(
         self, vllm_config: "VllmConfig"
     ) -> tuple[int, int]:
-        tokens = self.config.vision.tokens_per_tile
-        return tokens, tokens * MAX_GRAPH_TILES
+        tokens = self.vision.encoder_graph_tokens
+        return tokens[0], tokens[-1]
 
     def get_encoder_cudagraph_item_specs(
         self, mm_kwargs: dict[str, Any]
     ) -> list[EncoderItemSpec]:
-        batch = tile_batch(mm_kwargs)
+        batch = tile_batch(mm_kwargs, validate=False)
         if batch is None:
             return [
                 EncoderItemSpec(
@@ -78,7 +76,7 @@ class OvisEncoderGraphs(SupportsEncoderCudaGraph):
                 )
                 for embeddings in mm_kwargs["image_embeds"]
             ]
-        tokens = self.config.vision.tokens_per_tile
+        tokens = self.vision.tokens_per_tile
         return [
             EncoderItemSpec(
                 input_size=tiles,
@@ -103,7 +101,7 @@ class OvisEncoderGraphs(SupportsEncoderCudaGraph):
         path: str = "default",
         axis_keys: tuple[Any, ...] | None = None,
     ) -> EncoderCudaGraphCaptureInputs:
-        vision = self.config.vision
+        vision = self.vision
         tiles = token_budget // vision.tokens_per_tile
         if tiles == 0:
             raise ValueError(
@@ -134,7 +132,8 @@ class OvisEncoderGraphs(SupportsEncoderCudaGraph):
         self, inputs: dict[str, torch.Tensor], path: str = "default"
     ) -> torch.Tensor:
         """Features, [tiles, tokens_per_tile, merged_size]."""
-        return self.visual_tokenizer.features(inputs["patches"])
+        with shapes_planned(self.visual_tokenizer.backbone):
+            return self.visual_tokenizer.features(inputs["patches"])
 
     def encoder_eager_forward(
         self, mm_kwargs: dict[str, Any], path: str = "default"
@@ -152,7 +151,7 @@ class OvisEncoderGraphs(SupportsEncoderCudaGraph):
         batch_mm_kwargs: dict[str, Any] | None = None,
     ) -> None:
         assert batch_mm_kwargs is not None
-        batch = tile_batch(batch_mm_kwargs)
+        batch = tile_batch(batch_mm_kwargs, validate=False)
         items: Sequence[torch.Tensor]
         if batch is None:
             items = batch_mm_kwargs["image_embeds"]

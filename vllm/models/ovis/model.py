@@ -83,11 +83,12 @@ class Ovis(
             vllm_config.model_config.hf_image_processor_config
         )
         self.config = config
+        self.vision = config.vision
         check_kernels(vllm_config.quant_config)
 
         with self._mark_tower_model(vllm_config, {"image", "video"}):
             self.visual_tokenizer = VisualTokenizer(
-                config.vision,
+                self.vision,
                 config.llm_config.hidden_size,
                 images.mean,
                 images.std,
@@ -148,7 +149,7 @@ class Ovis(
             num_mm_embeds: Embeddings of the item, indicators among them.
 
         """
-        vision = self.config.vision
+        vision = self.vision
         if mm_kwargs is None:
             tiles = num_mm_embeds // vision.tokens_per_tile
         else:
@@ -199,7 +200,7 @@ class Ovis(
                 "cudagraph_mm_encoder: a graph's tiles are not those that the engine "
                 "maps to adapters."
             )
-        heads = self.config.vision.num_heads
+        heads = self.vision.num_heads
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if is_vit_use_data_parallel(heads) and ranks > 1:
             raise ValueError(

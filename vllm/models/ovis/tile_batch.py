@@ -93,11 +93,12 @@ class TileBatch:
         ]
 
 
-def tile_batch(fields: Mapping[str, Any]) -> TileBatch | None:
+def tile_batch(fields: Mapping[str, Any], validate: bool = True) -> TileBatch | None:
     """Read a batch of items from what the engine passes to the model.
 
     Args:
         fields: Fields of items of one kind: images, ready tiles, or videos.
+        validate: Whether to check their shapes, which takes longer than reading.
 
     Returns:
         The batch; None if the fields hold no tiles.
@@ -108,6 +109,7 @@ def tile_batch(fields: Mapping[str, Any]) -> TileBatch | None:
     """
     if fields.get("video_frames") is not None:
         videos = OvisVideoInputs(
+            validate=validate,
             video_pixels=fields["video_pixels"],
             video_rectangles=fields["video_rectangles"],
             video_frames=fields["video_frames"],
@@ -116,13 +118,16 @@ def tile_batch(fields: Mapping[str, Any]) -> TileBatch | None:
         return TileBatch(videos["video_pixels"], videos["video_rectangles"], grids)
     if fields.get("normalized_tiles") is not None:
         ready = OvisNormalizedInputs(
-            normalized_tiles=fields["normalized_tiles"], grids=fields["grids"]
+            validate=validate,
+            normalized_tiles=fields["normalized_tiles"],
+            grids=fields["grids"],
         )
         pixels = ready["normalized_tiles"]
         rectangles = pixels.new_zeros(len(pixels), 4, dtype=torch.int32)
         return TileBatch(pixels, rectangles, [[g] for g in ready["grids"].tolist()])
     if fields.get("pixel_values") is not None:
         images = OvisImageInputs(
+            validate=validate,
             pixel_values=fields["pixel_values"],
             rectangles=fields["rectangles"],
             grids=fields["grids"],
@@ -144,7 +149,7 @@ def select_items(fields: Mapping[str, Any], indices: Sequence[int]) -> dict[str,
         The fields of those items.
 
     """
-    batch = tile_batch(fields)
+    batch = tile_batch(fields, validate=False)
     if batch is not None and list(indices) == list(range(len(batch.grids))):
         return dict(fields)
     selected: dict[str, Any] = {}

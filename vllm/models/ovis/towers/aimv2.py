@@ -26,7 +26,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ..config import VisionConfig
-from ..ops import runs_triton, silu_and_mul
+from ..ops import quantized_for, runs_triton, silu_and_mul
+from ..products import MANY_ROWS, add_linear, fuses_gate, gated_linear, num_rows
 from .common import (
     PatchEmbedding,
     TowerAttention,
@@ -58,6 +59,7 @@ class AIMv2MLP(nn.Module):
         )
         self.act = SiluAndMul()
         self.runs_own_kernels = runs_own_kernels()
+        self.planned = False
         self.fc2 = RowParallelLinear(
             sizes.intermediate_size,
             sizes.hidden_size,
@@ -68,14 +70,20 @@ class AIMv2MLP(nn.Module):
             return_bias=False,
         )
 
-    def forward(
+    def gate(
         self, hidden_states: torch.Tensor | QuantizedActivation
-    ) -> torch.Tensor:
-        """[tokens, hidden_size] to the same shape."""
+    ) -> torch.Tensor | QuantizedActivation:
+        """silu(fc1 x) * fc3 x, [tokens, intermediate_size of this rank]."""
+        if not self.runs_own_kernels:
+            return self.act(self.fc13(hidden_states))
+        # In a graph launches cost nothing.
+        pays = self.planned or num_rows(hidden_states) > MANY_ROWS
+        if pays and fuses_gate(self.fc13):
+            return quantized_for(self.fc2, gated_linear(self.fc13, hidden_states))
         gate_and_up = self.fc13(hidden_states)
-        if self.runs_own_kernels and runs_triton(gate_and_up):
-            return self.fc2(silu_and_mul(gate_and_up, self.fc2))
-        return self.fc2(self.act(gate_and_up))
+        if runs_triton(gate_and_up):
+            return silu_and_mul(gate_and_up, self.fc2)
+        return self.act(gate_and_up)
 
 
 @support_torch_compile(
@@ -109,25 +117,51 @@ class AIMv2Block(nn.Module):
         )
         self.norm_2 = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.mlp = AIMv2MLP(sizes, disable_tp, quant_config, f"{prefix}.mlp")
+        self.runs_own_kernels = runs_own_kernels()
 
     def forward(
-        self, update: torch.Tensor, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, update: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add the previous layer's update, then attend and transform.
 
         Args:
             update: [tiles * patches, hidden_size].
-            residual: The same shape; both may be overwritten.
+            residual: The same shape, or None if `update` has been added to it; both
+                may be overwritten.
 
         Returns:
-            This layer's update, and the residual that it goes on top of.
+            The same of this layer.
 
         """
-        qkv, fc13 = self.attn.input_layer, self.mlp.fc13
-        hidden_states, residual = self.norm_1(update, residual, qkv)
-        update = self.attn(hidden_states)
-        hidden_states, residual = self.norm_2(update, residual, fc13)
-        return self.mlp(hidden_states), residual
+        attn, mlp = self.attn, self.mlp
+        normed, total = add_and_norm(self.norm_1, update, residual, attn.input_layer)
+        update, residual = self._add(attn.output_layer, attn.attend(normed), total)
+        normed, total = add_and_norm(self.norm_2, update, residual, mlp.fc13)
+        return self._add(mlp.fc2, mlp.gate(normed), total)
+
+    def _add(
+        self, layer: nn.Module, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.runs_own_kernels:
+            return add_linear(layer, x, residual)
+        return layer(x), residual
+
+
+def add_and_norm(
+    norm: TowerRMSNorm,
+    update: torch.Tensor,
+    residual: torch.Tensor | None,
+    consumer: nn.Module,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add an update to its residual, unless that has been done, and normalise the sum.
+
+    Returns:
+        The normalised rows, and the sum.
+
+    """
+    if residual is None:
+        return norm(update, consumer=consumer), update
+    return norm(update, residual, consumer)
 
 
 class AIMv2Patchifier(nn.Module):
@@ -139,8 +173,8 @@ class AIMv2Patchifier(nn.Module):
         self.norm = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, padded_patch_width] to [tiles, patches, hidden_size]."""
-        return self.norm(self.proj(patches)).view(*patches.shape[:2], -1)
+        """[tiles, patches, padded_patch_width] to [tiles * patches, hidden_size]."""
+        return self.norm(self.proj(patches))
 
 
 class AIMv2Preprocessor(nn.Module):
@@ -162,9 +196,20 @@ class AIMv2Preprocessor(nn.Module):
             loaded = loaded.unsqueeze(0)
         default_weight_loader(param, loaded)
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, padded_patch_width] to [tiles, patches, hidden_size]."""
-        return self.patchifier(patches) + self.pos_embed
+    def forward(self, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embed patches.
+
+        Args:
+            patches: [tiles, patches, padded_patch_width].
+
+        Returns:
+            Embedded patches and the positions that the first layer adds to them, each
+            [tiles * patches, hidden_size].
+
+        """
+        # A copy: the layers write over it.
+        positions = self.pos_embed.repeat(patches.shape[0], 1, 1)
+        return self.patchifier(patches), positions.flatten(0, 1)
 
 
 class AIMv2Trunk(nn.Module):
@@ -188,13 +233,21 @@ class AIMv2Trunk(nn.Module):
             for index in range(sizes.num_layers)
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[tiles, patches, hidden_size] to the same shape."""
-        residual = hidden_states.flatten(0, 1)
-        update = torch.zeros_like(residual)
+    def forward(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Run all layers.
+
+        Args:
+            update: [tiles * patches, hidden_size].
+            residual: What it is added to, the same shape; both may be overwritten.
+
+        Returns:
+            The last layer's output, the same shape.
+
+        """
+        hidden_states, rest = update, residual
         for block in self.blocks:
-            update, residual = block(update, residual)
-        return (residual + update).view_as(hidden_states)
+            hidden_states, rest = block(hidden_states, rest)
+        return hidden_states if rest is None else rest + hidden_states
 
 
 class AIMv2Tower(nn.Module):
@@ -234,7 +287,8 @@ class AIMv2Tower(nn.Module):
             tower's final norm (authors' behaviour).
 
         """
-        return self.trunk(self.preprocessor(patches))
+        features = self.trunk(*self.preprocessor(patches))
+        return features.view(*patches.shape[:2], -1)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the tower's tensors, names relative to it."""
