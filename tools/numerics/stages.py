@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The main report: every stage of the data path, in one dtype."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -253,6 +255,7 @@ def records(
     dtype: str,
     device: str,
     engines: list[dict[str, str]],
+    **arguments: Any,
 ) -> Iterator[Record]:
     """Start an engine, record every case and compare.
 
@@ -263,11 +266,13 @@ def records(
         dtype: The engine's dtype.
         device: `cpu` or `cuda`.
         engines: The attention back ends in use are added to it.
+        arguments: More arguments of the engine.
 
     """
     errors = StageErrors(References(ref.model, model, dtype))
-    with engine.started(folder, dtype, device) as llm:
-        engines.append({"dtype": dtype, **engine.attention_backends(llm)})
+    with engine.started(folder, dtype, device, **arguments) as llm:
+        given = {"arguments": json.dumps(arguments)} if arguments else {}
+        engines.append({"dtype": dtype, **given, **engine.attention_backends(llm)})
         recorder = engine.recorder(llm)
         for case in stage_cases(ref.rule.side):
             prompt = reference.prepare(ref, case)
