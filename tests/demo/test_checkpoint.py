@@ -3,6 +3,7 @@
 """The demo checkpoint, its pictures, and the parts of its training."""
 
 import json
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -83,6 +84,21 @@ def test_details_need_tiles(task, most):
         images, question, answer = make_sample(task, seed)
         right += reference().answer(images, question, max_partition=1) == answer
     assert right <= most
+
+
+def test_the_engine_scores_as_the_reference():
+    """`--engine-arguments` has the engine answer the same pictures."""
+
+    def scores(*arguments: str) -> list[str]:
+        command = [sys.executable, "tools/evaluate_demo.py", "--count", "1"]
+        done = subprocess.run(
+            [*command, *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if "max_partition" in line]
+
+    assert len(scores()) == 10
+    assert scores("--engine-arguments", '{"max_num_seqs": 4}') == scores()
 
 
 def test_weights_use_the_whole_vocabulary():
