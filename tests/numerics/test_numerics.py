@@ -141,6 +141,23 @@ def wrong_norm(made: trace.Trace, ref: Reference) -> None:
     made[trace.FEATURES] = features * 1.1
 
 
+def test_a_stage_that_was_not_seen_has_no_record(
+    ref: Reference, prompt: reference.Prompt
+) -> None:
+    """Neither has one that was seen in some cases only."""
+    errors = StageErrors(References(ref.model, ref.model, "float32"))
+    made, tokens = engine_like(ref, prompt)
+    errors.add(CASE, prompt, made, tokens)
+    errors.check_all_seen()
+    del made[trace.VISUAL]
+    errors.add(CASE, prompt, made, tokens)
+    errors.add(CASE, prompt, made, tokens)
+    with pytest.raises(ValueError, match=f"past the hooks of {trace.VISUAL}"):
+        errors.check_all_seen()
+    names = [record.name for record in errors.records() if record.report == "stages"]
+    assert names == [name for name in trace.STAGES if name != trace.VISUAL]
+
+
 @pytest.mark.parametrize(
     "fault, stage, dtype",
     [

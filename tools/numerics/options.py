@@ -17,7 +17,8 @@ from .records import UNBOUNDED, Record
 
 PLAIN, CHANGED = "as started", "with the arguments"
 
-SHOWN = (trace.FEATURES, trace.VISUAL, trace.LOGITS, trace.GREEDY)
+SHOWN = (trace.FEATURES, trace.VISUAL, trace.MERGED, trace.LOGITS, trace.GREEDY)
+"""An encoder in CUDA graphs is seen from the merged embeddings on."""
 
 
 def option_record(engine: str, record: Record) -> Record:
