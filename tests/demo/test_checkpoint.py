@@ -3,6 +3,7 @@
 """The demo checkpoint, its pictures, and the parts of its training."""
 
 import json
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,7 @@ from tools.demo_train.network import (  # noqa: E402
     text_hidden,
 )
 from tools.demo_train.pool import ONE, Mix, Pool  # noqa: E402
+from tools.evaluate_demo import check_is_met, reference_answerer  # noqa: E402
 
 DEMO = ROOT / "demo"
 SAMPLES = json.loads((DEMO / "samples.json").read_text("utf-8"))
@@ -83,6 +85,24 @@ def test_details_need_tiles(task, most):
         images, question, answer = make_sample(task, seed)
         right += reference().answer(images, question, max_partition=1) == answer
     assert right <= most
+
+
+def test_the_engine_scores_as_the_reference(capsys):
+    """`--engine-arguments` has the engine answer the same pictures."""
+    plan = json.loads((DEMO / "heldout.json").read_text("utf-8"))
+    first = plan["seeds"][0]
+    with reference_answerer(DEMO / "tiny-ovis2", "float32") as answer:
+        for check in plan["checks"]:
+            assert check_is_met(check, range(first, first + 1), answer)
+    command = [sys.executable, "tools/evaluate_demo.py", "--count", "1"]
+    done = subprocess.run(
+        [*command, "--engine-arguments", '{"max_num_seqs": 4}'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(capsys.readouterr().out)
 
 
 def test_weights_use_the_whole_vocabulary():

@@ -19,7 +19,7 @@ import torch
 from tests.models.ovis import golden
 from tests.reference.model import Reference
 from tools.numerics import __main__ as command
-from tools.numerics import batches, operators, plot, reference, tables, trace
+from tools.numerics import batches, operators, options, plot, reference, tables, trace
 from tools.numerics.attention import blockwise, other_attention
 from tools.numerics.cases import Case, batch_cases, stage_cases
 from tools.numerics.records import Record, bad, difference, relative_bound, verdict
@@ -139,6 +139,23 @@ def scaled_logits(made: trace.Trace, ref: Reference) -> None:
 def wrong_norm(made: trace.Trace, ref: Reference) -> None:
     features = made[trace.FEATURES]
     made[trace.FEATURES] = features * 1.1
+
+
+def test_a_stage_that_was_not_seen_has_no_record(
+    ref: Reference, prompt: reference.Prompt
+) -> None:
+    """Neither has one that was seen in some cases only."""
+    errors = StageErrors(References(ref.model, ref.model, "float32"))
+    made, tokens = engine_like(ref, prompt)
+    errors.add(CASE, prompt, made, tokens)
+    errors.check_all_seen()
+    del made[trace.VISUAL]
+    errors.add(CASE, prompt, made, tokens)
+    errors.add(CASE, prompt, made, tokens)
+    with pytest.raises(ValueError, match=f"past the hooks of {trace.VISUAL}"):
+        errors.check_all_seen()
+    names = [record.name for record in errors.records() if record.report == "stages"]
+    assert names == [name for name in trace.STAGES if name != trace.VISUAL]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +300,26 @@ def test_operators_get_the_references_picture(ref: Reference) -> None:
     assert torch.equal(rows, made[trace.MERGED][made[trace.IDS] == -1])
 
 
+@pytest.mark.parametrize("floor, times", [(0.25, 6.0), (0.0, None)])
+def test_an_options_error_is_a_multiple_of_the_noise_floor(
+    floor: float, times: float | None
+) -> None:
+    """No bound is kept or broken, and nothing is said where the floor is zero."""
+    measured = Record(
+        *("stages", "bfloat16", trace.VISUAL, "FAULT"),
+        relative=1.0,
+        noise_floor=floor,
+        against_float32=1.5,
+        bound=0.5,
+    )
+    made = options.option_record("with the arguments", measured)
+    assert (made.verdict, made.bound, made.times_noise_floor) == ("-", None, times)
+    assert not bad([made])
+    (row,) = tables.table(tables.COLUMNS["options"], [made.to_json()]).splitlines()[2:]
+    assert f"with the arguments: {trace.VISUAL}" in row
+    assert (" 6.0 " in row) == (times is not None)
+
+
 # Output
 
 
@@ -299,6 +336,8 @@ def test_tables_and_plot(ref: Reference, prompt: reference.Prompt) -> None:
     picture = ElementTree.fromstring(plot.svg(rows, "a < b"))
     lines = [e for e in picture.iter() if e.tag.endswith("polyline")]
     assert len(lines) == 2
+    failed = Record("stages", "bfloat16", "all", "FAILED").to_json()
+    assert plot.svg([*rows, failed], "a < b") == plot.svg(rows, "a < b")
 
 
 WRITTEN: dict[str, Any] = {
@@ -343,6 +382,10 @@ def test_the_documents_figures_are_those_of_the_reports() -> None:
         (["model", "--batch-invariant"], "--device cuda"),
         (["model", "--reports", "batches", "--plot", "x.svg"], "stages"),
         (["model", "--dtype", "int8"], "int8"),
+        (["model", "--reports", "options"], "need each other"),
+        (["model", "--reports", "stages", "--engine-arguments", "{}"], "each other"),
+        (["model", "--engine-arguments", "[1]"], "'[1]' is no JSON object"),
+        (["model", "--engine-arguments", "fp8"], "'fp8' is no JSON object"),
     ],
 )
 def test_bad_commands_are_refused(
@@ -351,6 +394,13 @@ def test_bad_commands_are_refused(
     with pytest.raises(SystemExit, match="2"):
         command.parse(arguments)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, reports", [([], "stages"), (["--engine-arguments", "{}"], "options")]
+)
+def test_arguments_choose_the_report(arguments: list[str], reports: str) -> None:
+    assert command.parse(["model", *arguments]).reports == [reports]
 
 
 # The engine
@@ -365,13 +415,15 @@ def reverse(model):
     rows.copy_(rows.flip(0))
 
 if sys.argv[1] == "reversed":
-    attach, cases = engine.recorder, stages.stage_cases
+    attach = engine.recorder
 
     def attach_to_faulty(llm):
         llm.apply_model(reverse)
         return attach(llm)
 
     engine.recorder = attach_to_faulty
+if sys.argv[1] != "ordered":
+    cases = stages.stage_cases
     # The first with a picture is enough.
     stages.stage_cases = lambda side: [c for c in cases(side) if c.sizes][:1]
 sys.exit(command.main(sys.argv[2:]))
@@ -406,3 +458,39 @@ def test_the_command(indicators: str, status: int, tmp_path: Path) -> None:
     else:
         assert {trace.MERGED, trace.LOGITS} <= faults
         assert not faults & {trace.PIXELS, trace.IDS, trace.FEATURES, trace.VISUAL}
+
+
+FP8 = {
+    "quantization": "online",
+    "quantization_config": {"targets": {"visual_tokenizer.*": "fp8_per_channel"}},
+}
+
+
+def test_what_an_option_costs(tmp_path: Path) -> None:
+    """FP8 in the encoder is seen from the tower on, beside the engine without it."""
+    file = tmp_path / "report.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", ENGINE, "first case", CHECKPOINT),
+            *("--dtype", "bfloat16", "--json", str(file)),
+            *("--engine-arguments", json.dumps(FP8)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert [e.get("arguments") for e in found["engines"]] == [None, json.dumps(FP8)]
+    rows = {row["name"]: row for row in found["records"]}
+    assert list(rows) == [
+        f"{engine}: {stage}"
+        for engine in (options.PLAIN, options.CHANGED)
+        for stage in options.SHOWN
+    ]
+    for stage in (trace.FEATURES, trace.VISUAL):
+        plain, changed = (
+            rows[f"{engine}: {stage}"] for engine in (options.PLAIN, options.CHANGED)
+        )
+        assert changed["noise_floor"] == plain["noise_floor"]
+        assert changed["times_noise_floor"] > plain["times_noise_floor"]

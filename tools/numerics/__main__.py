@@ -5,6 +5,7 @@
     python -m tools.numerics MODEL [--dtype float32 bfloat16 float16]
         [--device cpu|cuda] [--reports stages operators batches]
         [--json FILE] [--plot FILE]
+    python -m tools.numerics MODEL --engine-arguments JSON [--dtype ...]
     python -m tools.numerics MODEL --batch-invariant --device cuda --dtype bfloat16
     python -m tools.numerics --tables docs/numerics.md
 
@@ -26,7 +27,7 @@ from . import engine
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
-REPORTS = ("stages", "operators", "batches")
+REPORTS = ("stages", "operators", "batches", "options")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -40,7 +41,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--reports", nargs="+", choices=REPORTS, default=["stages"], metavar="REPORT"
+        "--reports",
+        nargs="+",
+        choices=REPORTS,
+        metavar="REPORT",
+        help=f"of {', '.join(REPORTS)}; default: stages, or options with arguments",
+    )
+    parser.add_argument(
+        "--engine-arguments",
+        type=engine.arguments,
+        metavar="JSON",
+        help="of vllm.LLM; report options: the engine with and without them",
     )
     parser.add_argument(
         "--batch-invariant",
@@ -53,6 +64,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--tables", type=Path, metavar="DOCUMENT", help="put reports into their places"
     )
     parsed = parser.parse_args(arguments)
+    has_arguments = parsed.engine_arguments is not None
+    parsed.reports = parsed.reports or ["options" if has_arguments else "stages"]
+    if ("options" in parsed.reports) != has_arguments:
+        parser.error("the report options and --engine-arguments need each other")
     if (parsed.model is None) == (parsed.tables is None):
         parser.error("give either a MODEL folder or --tables DOCUMENT")
     if parsed.batch_invariant and parsed.device != "cuda":
@@ -115,6 +130,8 @@ def description(parsed: argparse.Namespace) -> dict[str, Any]:
         words.append("--batch-invariant")
     else:
         words += ["--reports", *parsed.reports]
+    if parsed.engine_arguments is not None:
+        words += ["--engine-arguments", json.dumps(parsed.engine_arguments)]
     return {
         "command": shlex.join(words),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -140,7 +157,7 @@ def run(parsed: argparse.Namespace, engines: list[dict[str, str]]) -> Iterator[A
     """
     import torch
 
-    from . import batches, operators, reference, stages
+    from . import batches, operators, options, reference, stages
     from .records import FAILED, Record
 
     wanted = ["batches"] if parsed.batch_invariant else parsed.reports
@@ -159,6 +176,10 @@ def run(parsed: argparse.Namespace, engines: list[dict[str, str]]) -> Iterator[A
                     yield from stages.records(loaded, model, *place, engines)
                 elif name == "operators":
                     yield from operators.records(loaded, model, *place)
+                elif name == "options":
+                    yield from options.records(
+                        loaded, model, *place, engines, parsed.engine_arguments
+                    )
                 else:
                     yield from batches.records(*place, parsed.batch_invariant)
             except Exception as error:

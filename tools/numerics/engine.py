@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The engine in this process, with hooks on what its model computes."""
 
+import argparse
 import gc
 import inspect
 import json
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 MAX_LENGTH = 12288
 """Tokens of the longest request, if the checkpoint allows as many."""
 
+GPU_MEMORY: dict[str, Any] = {
+    "kv_cache_memory_bytes": 4 * 2**30,
+    "gpu_memory_utilization": 0.1,
+}
+"""On a GPU the cache has a fixed size, enough for all cases at once in float32, and a
+tenth of the memory has to be free: the engine's own measurement of what is left would
+take other processes' memory for its own, so that reports could not run side by side."""
+
 IEEE_FLOAT32: dict[str, Any] = {
     "mm_encoder_attn_backend": "TORCH_SDPA",
     "attention_config": {"backend": "FLEX_ATTENTION"},
@@ -39,6 +48,28 @@ def prepare_environment(batch_invariant: bool) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """Read arguments of the engine.
+
+    Args:
+        text: A JSON object; names are those of `vllm.LLM`.
+
+    Raises:
+        argparse.ArgumentTypeError: It is something else.
+
+    """
+    try:
+        read = json.loads(text)
+    except json.JSONDecodeError:
+        read = None
+    if not isinstance(read, dict):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no JSON object, such as "
+            """{"quantization": "fp8_per_channel"}"""
+        )
+    return read
 
 
 @contextmanager
@@ -60,10 +91,13 @@ def started(model: str, dtype: str, device: str, **options: Any) -> "Iterator[LL
         "mm_processor_cache_gb": 0,
         # A checkpoint's own generation_config.json could add penalties.
         "generation_config": "vllm",
-        "gpu_memory_utilization": 0.3,
     }
-    if device == "cuda" and dtype == "float32":
-        settings |= IEEE_FLOAT32
+    if device == "cuda":
+        settings |= GPU_MEMORY
+        if dtype == "float32":
+            settings |= IEEE_FLOAT32
+    else:
+        settings["gpu_memory_utilization"] = 0.3
     # An engine before this one holds its memory until its cycles are collected.
     gc.collect()
     if device == "cuda":

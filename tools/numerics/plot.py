@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from . import trace
+from .records import FAILED
 from .tables import Row
 
 WIDTH, HEIGHT = 960, 420
@@ -24,6 +25,7 @@ def path_rows(rows: Sequence[Row], dtype: str) -> dict[str, Row]:
         for row in rows
         if row["report"] in ("stages", "layers")
         and row["dtype"] == dtype
+        and row["verdict"] != FAILED
         and row["name"] not in skipped
     }
 

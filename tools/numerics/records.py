@@ -29,7 +29,7 @@ class Record:
     None: not measured. Infinite: arrays of different shapes, or no numbers.
 
     Attributes:
-        report: `stages`, `layers`, `operators` or `batches`.
+        report: `stages`, `layers`, `operators`, `batches` or `options`.
         dtype: The engine's dtype.
         name: Stage, layer, set of operators or way of running.
         verdict: `ok`, `FAULT`, `FAILED` (did not run) or `-` (no bound).
@@ -44,6 +44,7 @@ class Record:
         noise_agreement: The same of the reference against itself.
         change: Distance from the engine as it starts (operators).
         share: Part of that engine's squared distance that is gone (operators).
+        times_noise_floor: `against_float32` over `noise_floor` (options).
         case: Where the largest error is, or why a run failed.
 
     """
@@ -62,6 +63,7 @@ class Record:
     noise_agreement: float | None = None
     change: float | None = None
     share: float | None = None
+    times_noise_floor: float | None = None
     case: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The main report: every stage of the data path, in one dtype."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,10 +69,20 @@ class Continuation(Errors):
 
 
 class StageErrors:
-    """Errors of all cases in one dtype, gathered case by case."""
+    """Errors of all cases in one dtype, gathered case by case.
+
+    Attributes:
+        references: What is compared with.
+        errors: By stage or layer.
+        continuations: Of each case.
+        unseen: Stages and layers that the engine did not record in some case, as in a
+            CUDA graph no module is called; they have no record.
+
+    """
 
     def __init__(self, references: References) -> None:
         self.references = references
+        self.unseen: set[str] = set()
         self.errors: dict[str, list[Errors]] = {}
         self.continuations: list[Continuation] = []
 
@@ -98,7 +110,10 @@ class StageErrors:
         if models.float32 is not models.same:
             wide, wide_logits = reference.run(models.float32, prompt, tokens)
 
+        self.unseen |= same.keys() - traced.keys()
         for name, expected in same.items():
+            if name in self.unseen:
+                continue
             actual = like(traced[name], expected, name)
             self.errors.setdefault(name, []).append(
                 Errors(
@@ -114,16 +129,29 @@ class StageErrors:
             compare_tokens(case.name, tokens, logits, other_logits, wide_logits)
         )
 
+    def check_all_seen(self) -> None:
+        """Refuse a report with gaps.
+
+        Raises:
+            ValueError: Something was not recorded.
+
+        """
+        if self.unseen:
+            raise ValueError(
+                f"the engine ran past the hooks of {', '.join(sorted(self.unseen))}"
+            )
+
     def records(self) -> list[Record]:
         """Stages, then layers, each with its largest errors over the cases."""
+        seen = [name for name in self.errors if name not in self.unseen]
         made = [
             self._record("stages", name)
             for name in trace.STAGES
-            if name in self.errors and name != trace.GREEDY
+            if name in seen and name != trace.GREEDY
         ]
         logits = made[-1]
         made.append(self._greedy(logits))
-        layers = [name for name in self.errors if name not in trace.STAGES]
+        layers = [name for name in seen if name not in trace.STAGES]
         return made + [self._record("layers", name) for name in layers]
 
     def _record(self, report: str, name: str) -> Record:
@@ -253,6 +281,7 @@ def records(
     dtype: str,
     device: str,
     engines: list[dict[str, str]],
+    **arguments: Any,
 ) -> Iterator[Record]:
     """Start an engine, record every case and compare.
 
@@ -263,14 +292,21 @@ def records(
         dtype: The engine's dtype.
         device: `cpu` or `cuda`.
         engines: The attention back ends in use are added to it.
+        arguments: More arguments of the engine; with them, stages may be missing.
+
+    Raises:
+        ValueError: Without them, one is.
 
     """
     errors = StageErrors(References(ref.model, model, dtype))
-    with engine.started(folder, dtype, device) as llm:
-        engines.append({"dtype": dtype, **engine.attention_backends(llm)})
+    with engine.started(folder, dtype, device, **arguments) as llm:
+        given = {"arguments": json.dumps(arguments)} if arguments else {}
+        engines.append({"dtype": dtype, **given, **engine.attention_backends(llm)})
         recorder = engine.recorder(llm)
         for case in stage_cases(ref.rule.side):
             prompt = reference.prepare(ref, case)
             traced, tokens = recorder.record(llm, engine.request(prompt.text, case))
             errors.add(case, prompt, traced, tokens)
+    if not arguments:
+        errors.check_all_seen()
     yield from errors.records()

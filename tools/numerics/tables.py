@@ -7,7 +7,8 @@ A place is a pair of comments around what the tool writes:
     <!-- numerics FILE.json stages -->
     <!-- /numerics -->
 
-Without a name of a report (`stages`, `operators`, `batches`) it gets all of the file.
+Without a name of a report (`stages`, `operators`, `batches`, `options`) it gets all of
+the file.
 """
 
 import json
@@ -54,6 +55,12 @@ def _tokens(row: Row) -> str:
     return f"{percent(row, 'agreement')} ({percent(row, 'noise_agreement')})"
 
 
+def _times(row: Row) -> str:
+    if "times_noise_floor" not in row:
+        return ""
+    return f"{row['times_noise_floor']:.1f}"
+
+
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "stages": (
         _text("dtype", "dtype"),
@@ -88,6 +95,16 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("bound", "bound"),
         _text("", "verdict"),
     ),
+    "options": (
+        _text("dtype", "dtype"),
+        _text("engine: stage", "name"),
+        _number("max abs", "max_abs"),
+        _number("engine to float32", "against_float32"),
+        _number("noise floor", "noise_floor"),
+        ("times the noise floor", _times),
+        _number("reference to float32", "reference_against_float32"),
+        ("tokens", _tokens),
+    ),
 }
 
 
@@ -117,8 +134,9 @@ def report_tables(report: Row, kinds: Iterable[str] = ()) -> str:
         f"`{report['command']}`\n\n{report['device']}; {versions}; {report['date']}.\n"
     )
     for engine in report["engines"]:
+        given = f" with `{engine['arguments']}`" if "arguments" in engine else ""
         text += (
-            f"Attention in {engine['dtype']}: tower {engine['tower']}, "
+            f"Attention in {engine['dtype']}{given}: tower {engine['tower']}, "
             f"text model {engine['text']}.\n"
         )
     for kind in shown:

@@ -37,16 +37,18 @@ def item(modality: str, field: str, tokens: int) -> tuple[str, MultiModalKwargsI
 
 
 class Manager:
-    """Keeps the maps it is given."""
+    """Keeps the maps it is given, and counts them."""
 
     def __init__(self) -> None:
         self.maps: dict[LoRAMappingType, LoRAMapping] = {}
+        self.times_set = 0
 
     def supports_tower_connector_lora(self) -> bool:
         return True
 
     def set_active_adapters(self, requests: Any, mapping: LoRAMapping) -> None:
         self.maps[mapping.type] = mapping
+        self.times_set += 1
 
 
 class Model:
@@ -75,13 +77,17 @@ class Model:
         return [tokens[:1] for tokens in batch]
 
 
-def test_each_run_meets_the_adapters_of_its_items() -> None:
-    requests = {
-        "plain": [item("video", "frames", 3), item("image", "pixels", 2)],
-        "adapted": [item("image", "pixels", 1), item("image", "tiles", 4)],
-        "other": [item("video", "frames", 2)],
-    }
-    adapters = {"plain": 0, "adapted": 5, "other": 6}
+Items = list[tuple[str, MultiModalKwargsItem]]
+ADAPTERS = {"plain": 0, "adapted": 5, "other": 6}
+
+
+def encode(requests: dict[str, Items]) -> tuple[Model, int]:
+    """Encode the items of all requests in one step.
+
+    Returns:
+        The model that they ran in, and how often adapters were set.
+
+    """
     cache = EncoderCache()
     for name, items in requests.items():
         features = [
@@ -101,8 +107,8 @@ def test_each_run_meets_the_adapters_of_its_items() -> None:
     )
     scheduled = {name: list(range(len(items))) for name, items in requests.items()}
     state: Any = SimpleNamespace(
-        lora_ids=list(adapters.values()),
-        lora_requests={name: name for name in adapters},
+        lora_ids=[ADAPTERS[name] for name in requests],
+        lora_requests={name: name for name in requests},
     )
     set_active_mm_loras(
         model=model,
@@ -114,6 +120,29 @@ def test_each_run_meets_the_adapters_of_its_items() -> None:
     )
     _, items = runner.prepare_mm_inputs(scheduled)
     outputs = runner.execute_mm_encoder(items)
-    assert len(outputs) == 5
+    assert len(outputs) == len(items)
+    return model, manager.times_set
+
+
+def test_each_run_meets_the_adapters_of_its_items() -> None:
+    model, _ = encode(
+        {
+            "plain": [item("video", "frames", 3), item("image", "pixels", 2)],
+            "adapted": [item("image", "pixels", 1), item("image", "tiles", 4)],
+            "other": [item("video", "frames", 2)],
+        }
+    )
     # Pictures' pixels, then ready tiles, then videos.
     assert model.runs == [(0, 0, 5), (5,) * 4, (0, 0, 0, 6, 6)]
+
+
+def test_adapters_of_one_group_are_set_once() -> None:
+    model, times_set = encode(
+        {
+            "plain": [item("image", "pixels", 2)],
+            "adapted": [item("image", "pixels", 3), item("image", "pixels", 1)],
+        }
+    )
+    assert model.runs == [(0, 0, 5, 5, 5, 5)]
+    # For the tower and for the connector.
+    assert times_set == 2

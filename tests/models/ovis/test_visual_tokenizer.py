@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
+from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.models.ovis import visual_tokenizer
 from vllm.models.ovis.config import VisionConfig
@@ -254,6 +256,41 @@ def refusal_of_a_stray_bias() -> torch.Tensor:
     return torch.tensor(list(str(error.value).encode()))
 
 
+IN_MODE = ("aimv2", "empty last rank")
+
+
+def embed_in_batch_invariant_mode() -> torch.Tensor:
+    """Sums over the words are the mode's means, of which a rank without words has none.
+
+    The mode's kernel needs Triton; what stands in for it notes its calls.
+
+    Returns:
+        Embeddings of each of IN_MODE, stacked.
+
+    """
+    models = [build(SHARDED[name], False) for name in IN_MODE]
+    tiles = random_tiles(3, SIZES.image_size)
+    features = [model.features(model.patches(*tiles)) for model in models]
+    means: list[int] = []
+
+    def mean_dim(x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
+        means.append(x.shape[dim])
+        return x.sum(dim, keepdim=keepdim) / x.shape[dim]
+
+    in_mode = SimpleNamespace(VLLM_BATCH_INVARIANT=True)
+    with (
+        mock.patch.object(batch_invariant, "mean_dim", mean_dim),
+        # Here alone: the engine's linear layers would ask for Triton.
+        mock.patch.object(visual_tokenizer, "envs", in_mode),
+    ):
+        batch_invariant.enable_batch_invariant_mode()
+        embeddings = [m.embed(f) for m, f in zip(models, features, strict=True)]
+    # Mean and variance of the norm, total of the softmax.
+    words = [model.head.local_words for model in models]
+    assert means == [count for count in words if count for _ in range(3)]
+    return torch.stack(embeddings)
+
+
 STRAY_BIAS = "trunk.blocks.0.attn.proj.bias"
 
 
@@ -276,6 +313,8 @@ def together() -> dict[str, torch.Tensor]:
     }
     for tiles in TILE_COUNTS:
         jobs[f"{tiles} tiles"] = (embed_tiles, (SIZES, True, tiles))
+    # Last, as the mode cannot be left again.
+    jobs["batch-invariant"] = (embed_in_batch_invariant_mode, ())
     return run_ranks(2, jobs)
 
 
@@ -287,6 +326,14 @@ def test_two_ranks_equal_one(
     assert alone[name].shape == (3, SHARDED[name].tokens_per_tile, TEXT_WIDTH)
     assert alone[name].std() > 0.01
     torch.testing.assert_close(together[name], alone[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", IN_MODE)
+def test_two_ranks_equal_one_in_batch_invariant_mode(
+    name: str, alone: dict[str, torch.Tensor], together: dict[str, torch.Tensor]
+) -> None:
+    actual = together["batch-invariant"][IN_MODE.index(name)]
+    torch.testing.assert_close(actual, alone[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tiles", TILE_COUNTS)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm import envs
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -135,6 +136,20 @@ def merge_neighbours(features: torch.Tensor, stride: int) -> torch.Tensor:
     )
 
 
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Sum each row: float32 [rows, columns] -> [rows, 1].
+
+    In the engine's batch-invariant mode no sum depends on how many rows there are: the
+    mode replaces torch's mean by one that takes each row in a fixed order, but leaves
+    torch's sum, which splits long rows where there are few.
+    """
+    columns = x.shape[-1]
+    # The mean of no columns, on a rank without words, is not a number.
+    if envs.VLLM_BATCH_INVARIANT and columns:
+        return x.mean(-1, keepdim=True) * columns
+    return x.sum(-1, keepdim=True)
+
+
 class VisualVocabulary(nn.Module):
     """Head and embedding table, sharded over the visual vocabulary.
 
@@ -224,9 +239,9 @@ class VisualVocabulary(nn.Module):
     def _sharded_layer_norm(self, words: torch.Tensor) -> torch.Tensor:
         dtype = words.dtype
         words = words.float()
-        total = self._sum_over_ranks(words.sum(-1, keepdim=True))
+        total = self._sum_over_ranks(row_sums(words))
         centred = words - total / self.num_words
-        squares = self._sum_over_ranks(centred.square().sum(-1, keepdim=True))
+        squares = self._sum_over_ranks(row_sums(centred.square()))
         normed = centred * torch.rsqrt(squares / self.num_words + self.norm_eps)
         weight = self.norm_weight[: self.local_words]
         return (normed * weight + self.norm_bias[: self.local_words]).to(dtype)
@@ -242,7 +257,7 @@ class VisualVocabulary(nn.Module):
 
     def _sharded_softmax(self, words: torch.Tensor) -> torch.Tensor:
         weights = torch.exp(words.float() - self._global_max(words).float())
-        total = self._sum_over_ranks(weights.sum(-1, keepdim=True))
+        total = self._sum_over_ranks(row_sums(weights))
         return (weights / total).to(words.dtype)
 
     def _one_hot_argmax(self, words: torch.Tensor) -> torch.Tensor:

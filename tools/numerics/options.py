@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What an option of the engine costs: engines with and without it, by stage.
+
+An option may buy speed with precision, so nothing here has a bound; each error is told
+as a multiple of the noise floor instead.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tests.reference.model import Ovis, Reference
+
+from . import stages, trace
+from .records import UNBOUNDED, Record
+
+PLAIN, CHANGED = "as started", "with the arguments"
+
+SHOWN = (trace.FEATURES, trace.VISUAL, trace.MERGED, trace.LOGITS, trace.GREEDY)
+"""An encoder in CUDA graphs is seen from the merged embeddings on."""
+
+
+def option_record(engine: str, record: Record) -> Record:
+    """A line of the stages report as one of this report.
+
+    Args:
+        engine: Which engine was measured.
+        record: Its errors at a stage.
+
+    """
+    floor, error = record.noise_floor, record.against_float32
+    return replace(
+        record,
+        report="options",
+        name=f"{engine}: {record.name}",
+        verdict=UNBOUNDED,
+        bound=None,
+        times_noise_floor=error / floor if floor and error is not None else None,
+    )
+
+
+def records(
+    ref: Reference,
+    model: Ovis,
+    folder: str,
+    dtype: str,
+    device: str,
+    engines: list[dict[str, str]],
+    arguments: dict[str, Any],
+) -> Iterator[Record]:
+    """Measure both engines; all but `arguments` is as for the stages report.
+
+    Args:
+        ref: The float32 reference.
+        model: The reference in `dtype`.
+        folder: The checkpoint.
+        dtype: The engines' dtype.
+        device: `cpu` or `cuda`.
+        engines: The attention back ends in use are added to it.
+        arguments: What the second engine is given.
+
+    """
+    for name, given in ((PLAIN, {}), (CHANGED, arguments)):
+        place = (folder, dtype, device, engines)
+        for record in stages.records(ref, model, *place, **given):
+            if record.report == "stages" and record.name in SHOWN:
+                yield option_record(name, record)
