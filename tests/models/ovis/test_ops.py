@@ -19,7 +19,7 @@ from vllm.models.ovis.ops import (
     quantized_for,
     rms_norm,
     silu_and_mul,
-    word_probabilities_,
+    word_probabilities,
 )
 from vllm.platforms import current_platform
 
@@ -49,12 +49,36 @@ def test_word_probabilities(dtype: torch.dtype, words: int, padded: int) -> None
         logits[:, :words].double(), (words,), weight.double(), bias.double(), 1e-5
     )
     expected = normed.to(dtype).double().softmax(-1)
-    actual = word_probabilities_(logits, words, padded_weight, padded_bias, 1e-5)
+    actual = word_probabilities(
+        logits, words, padded_weight, padded_bias, 1e-5, torch.nn.Identity()
+    )
 
     assert actual.data_ptr() == logits.data_ptr()
     assert not actual[:, words:].any()
     error = (actual[:, :words].double() - expected).norm() / expected.norm()
     assert error < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(not current_platform.is_cuda(), reason="the kernels need a GPU")
+@pytest.mark.parametrize("words, padded", [(507, 512), (65531, 65536)])
+def test_word_probabilities_come_quantized(words: int, padded: int) -> None:
+    torch.manual_seed(words)
+    logits = torch.randn(300, padded, device=DEVICE).mul(3).bfloat16()
+    weight, bias = torch.ones(2, padded, device=DEVICE).bfloat16()
+    logits[:, words:], weight[words:], bias[words:] = 0, 0, float("-inf")
+    layer: Any = torch.nn.Identity()
+    layer._input_quant_key = kFp8DynamicTokenSym
+
+    quantized: Any = word_probabilities(logits, words, weight, bias, 1e-5, layer)
+    values = quantized.data.float() * quantized.scale
+    expected: Any = word_probabilities(
+        logits, words, weight, bias, 1e-5, torch.nn.Identity()
+    )
+    assert quantized.orig_shape == logits.shape
+    # Three bits behind the leading one; the largest of a row is exact.
+    close = {"rtol": 2**-4 + 2**-8, "atol": float(quantized.scale.max()) * 2**-10}
+    torch.testing.assert_close(values, expected.float(), **close)
+    assert (quantized.data.float().amax(-1) == 448).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -137,37 +137,43 @@ def _normalized_patches_kernel(
     tl.store(target + element, normalized, mask=element < WIDTH)
 
 
-def word_probabilities_(
+def word_probabilities(
     logits: torch.Tensor,
     num_words: int,
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
-) -> torch.Tensor:
-    """Turn rows of logits into probabilities, in place: softmax(LayerNorm(logits)).
+    consumer: torch.nn.Module,
+) -> torch.Tensor | QuantizedActivation:
+    """Turn rows of logits into probabilities: softmax(LayerNorm(logits)).
 
     Statistics run over the first `num_words` columns; the rest, padding, becomes zero.
     The normalised logits are rounded to the logits' type before the softmax, as the
     authors' two separate steps do.
 
     Args:
-        logits: [tokens, padded words], contiguous rows; overwritten. Padding is zero.
+        logits: [tokens, padded words], contiguous rows; overwritten unless the result
+            is quantized. Padding is zero.
         num_words: Columns that stand for words.
         weight: [padded words], LayerNorm's weight; padding is zero.
         bias: [padded words], LayerNorm's bias; padding is minus infinity.
         eps: LayerNorm's epsilon.
+        consumer: Linear layer that gets the result, quantized where it takes it so.
 
     Returns:
-        `logits`.
+        [tokens, padded words].
 
     """
     if runs_triton(logits):
         tokens, padded = logits.shape
+        quantized = _empty_fp8(logits, padded) if takes_fp8(consumer) else None
         block = min(8192, triton.next_power_of_2(padded))
         _word_probabilities_kernel[(min(tokens, _resident_rows(logits.device)),)](
             logits,
             weight,
             bias,
+            logits if quantized is None else quantized.data,
+            None if quantized is None else quantized.scale,
             logits.stride(0),
             tokens,
             num_words,
@@ -177,7 +183,7 @@ def word_probabilities_(
             BLOCK=block,
             num_warps=max(1, block // 512),
         )
-        return logits
+        return logits if quantized is None else quantized
     words = logits[:, :num_words]
     normed = F.layer_norm(
         words, (num_words,), weight[:num_words], bias[:num_words], eps
@@ -198,6 +204,8 @@ def _word_probabilities_kernel(
     logits,
     weight,
     bias,
+    output,
+    scales,
     row_stride,
     tokens,
     num_words,
@@ -240,6 +248,11 @@ def _word_probabilities_kernel(
             totals = totals * tl.exp(top - higher) + tl.exp(z - higher)
             top = higher
         share = 1.0 / tl.sum(totals, 0)
+        if scales is not None:
+            # The largest probability, of exp(0), becomes the type's largest number.
+            tl.store(scales + token, share / 448.0)
+            share = 448.0
+        target = output + token.to(tl.int64) * row_stride
 
         for start in range(0, padded, BLOCK):
             place = start + columns
@@ -247,11 +260,11 @@ def _word_probabilities_kernel(
             gain = _loaded(weight, place, padded, 0.0, WHOLE)
             shift = _loaded(bias, place, padded, float("-inf"), WHOLE)
             z = ((x - mean) * scale * gain + shift).to(dtype).to(tl.float32)
-            y = (tl.exp(z - top) * share).to(dtype)
+            y = (tl.exp(z - top) * share).to(output.dtype.element_ty)
             if WHOLE:
-                tl.store(row + place, y)
+                tl.store(target + place, y)
             else:
-                tl.store(row + place, y, mask=place < padded)
+                tl.store(target + place, y, mask=place < padded)
 
 
 @triton.jit

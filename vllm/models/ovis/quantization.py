@@ -61,6 +61,19 @@ def visual_quant_config(
     return None
 
 
+def at_load_time(
+    quant_config: QuantizationConfig | None,
+) -> QuantizationConfig | None:
+    """Settings for a layer that no checkpoint has quantized: those of the start.
+
+    The table is an embedding in every checkpoint, which quantizers leave alone without
+    naming it.
+    """
+    if quant_config is not None and quant_config.get_name() == "online":
+        return quant_config
+    return None
+
+
 def check_kernels(quant_config: QuantizationConfig | None) -> None:
     """Refuse quantization that this machine has no kernel for.
 

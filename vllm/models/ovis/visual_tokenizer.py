@@ -23,7 +23,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.models.vision import is_vit_use_data_parallel
 from vllm.utils.math_utils import cdiv, round_up
@@ -34,9 +34,10 @@ from .ops import (
     normalized_patches,
     padded_patches,
     quantized_for,
-    word_probabilities_,
+    takes_fp8,
+    word_probabilities,
 )
-from .products import linear
+from .quantization import at_load_time
 from .towers.aimv2 import AIMv2Tower
 from .towers.siglip import SiglipTower
 
@@ -51,6 +52,10 @@ MAX_LOGITS_BYTES = 64 * 2**20
 """Bound on the [tokens, vocabulary] buffer; tokens are taken in chunks below it, of
 which a GPU's cache still holds a part when it is read again (ten tiles on an H200: 2.9
 ms instead of 3.3 with twice as much)."""
+
+FP8_TABLE_ROWS = 1024
+"""Fewer rows at a time leave an FP8 product with the table no faster than one in
+bfloat16 (1024 rows on an H200: 0.16 ms against 0.26; 512: 0.15 against 0.14)."""
 
 
 def padded_words(num_words: int, tp_size: int) -> int:
@@ -173,6 +178,7 @@ class VisualVocabulary(nn.Module):
         self.tokenize_function = sizes.tokenize_function
         self.num_words = sizes.num_visual_words
         self.padded_words = padded_words(self.num_words, self.tp_size)
+        self.num_padding = self.padded_words - self.num_words
         self.local_size = self.padded_words // self.tp_size
         self.local_start = self.tp_rank * self.local_size
         # Real words of this rank; a small vocabulary can leave the last rank none.
@@ -192,7 +198,17 @@ class VisualVocabulary(nn.Module):
         self.norm_weight = self._parameter(self.local_size)
         self.norm_bias = self._parameter(self.local_size)
         self.norm_eps = 1e-5
-        self.table = self._parameter(self.local_size, hidden_size)
+        # Transposed: a product with the words' probabilities.
+        self.table = RowParallelLinear(
+            self.padded_words,
+            hidden_size,
+            bias=False,
+            reduce_results=False,
+            quant_config=at_load_time(quant_config),
+            prefix=f"{prefix}.table",
+            disable_tp=disable_tp,
+            return_bias=False,
+        )
         self.indicators = self._parameter(NUM_INDICATORS, hidden_size)
 
     @staticmethod
@@ -211,6 +227,8 @@ class VisualVocabulary(nn.Module):
         """
         row_bytes = self.local_size * features.element_size()
         chunk = max(1, MAX_LOGITS_BYTES // row_bytes)
+        if takes_fp8(self.table):
+            chunk = max(chunk, FP8_TABLE_ROWS)
         parts = [self._embed(part) for part in features.split(chunk)]
         embeddings = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._sum_over_ranks(embeddings)
@@ -218,20 +236,26 @@ class VisualVocabulary(nn.Module):
     def _embed(self, features: torch.Tensor) -> torch.Tensor:
         logits = self.linear(quantized_for(self.linear, features))
         if self.tokenize_function == "softmax" and self.tp_size == 1:
-            word_probabilities_(
-                logits, self.num_words, self.norm_weight, self.norm_bias, self.norm_eps
+            return self.table(
+                word_probabilities(
+                    logits,
+                    self.num_words,
+                    self.norm_weight,
+                    self.norm_bias,
+                    self.norm_eps,
+                    self.table,
+                )
             )
-        else:
-            words = self._sharded_layer_norm(logits[:, : self.local_words])
-            # The authors add Gumbel noise even at inference for gumbel_argmax; its
-            # mode, the argmax, is what a server can reproduce.
-            logits[:, : self.local_words] = (
-                self._sharded_softmax(words)
-                if self.tokenize_function == "softmax"
-                else self._one_hot_argmax(words)
-            )
-            logits[:, self.local_words :] = 0
-        return linear(logits, self.table.t())
+        words = self._sharded_layer_norm(logits[:, : self.local_words])
+        # The authors add Gumbel noise even at inference for gumbel_argmax; its mode,
+        # the argmax, is what a server can reproduce.
+        logits[:, : self.local_words] = (
+            self._sharded_softmax(words)
+            if self.tokenize_function == "softmax"
+            else self._one_hot_argmax(words)
+        )
+        logits[:, self.local_words :] = 0
+        return self.table(quantized_for(self.table, logits))
 
     def _sum_over_ranks(self, local: torch.Tensor) -> torch.Tensor:
         return tensor_model_parallel_all_reduce(local) if self.tp_size > 1 else local
@@ -290,10 +314,9 @@ class VisualVocabulary(nn.Module):
                     f"vocab_size asks for {expected}."
                 )
             if name.startswith("0."):
-                parameter: Any = self.linear.get_parameter(name.removeprefix("0."))
-                padding = self.padded_words - self.num_words
-                tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, padding))
-                parameter.weight_loader(parameter, tensor)
+                padding = (0, 0) * (tensor.dim() - 1) + (0, self.num_padding)
+                parameter = self.linear.get_parameter(name.removeprefix("0."))
+                self._load(parameter, F.pad(tensor, padding))
                 loaded.add(f"linear.{name.removeprefix('0.')}")
             elif name in ("1.weight", "1.bias"):
                 target = "norm_" + name.removeprefix("1.")
@@ -302,12 +325,17 @@ class VisualVocabulary(nn.Module):
                 self._load_local(getattr(self, target), tensor, padding)
                 loaded.add(target)
             elif name == "vte.weight":
-                self._load_local(self.table, tensor)
+                rows = F.pad(tensor[: self.num_words], (0, 0, 0, self.num_padding))
+                self._load(self.table.weight, rows.t())
                 self.indicators.data.copy_(tensor[-NUM_INDICATORS:])
-                loaded.update(("table", "indicators"))
+                loaded.update(("table.weight", "indicators"))
             else:
                 raise ValueError(f"Unknown visual vocabulary tensor {name!r}.")
         return loaded
+
+    @staticmethod
+    def _load(parameter: Any, tensor: torch.Tensor) -> None:
+        parameter.weight_loader(parameter, tensor)
 
     def _load_local(
         self, parameter: nn.Parameter, tensor: torch.Tensor, padding: float = 0.0
