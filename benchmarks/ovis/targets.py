@@ -27,9 +27,8 @@ class Target:
 
 TARGETS = (
     Target("encode: 10 tiles", 16, 2.4),
-    Target("encode, CUDA graphs: 10 tiles", 16, 2.4),
-    Target("encode, CUDA graphs and FP8: 10 tiles", 12),
-    Target("encode, CUDA graphs: 1 tile", 3, 5),
+    Target("encode, FP8: 10 tiles", 12),
+    Target("encode: 1 tile", 3, 5),
     Target("encode memory: 10 tiles", 300),
     Target("picture to tiles: 640x480", ratio=8),
     Target("picture to tiles: 1920x1080", ratio=12),
