@@ -4,8 +4,8 @@
 
 A message is received into fresh memory if that of earlier ones is still in use, and the
 kernel has to find and clear every page of it while the message is being copied in: for
-5 MB that takes as long as the transfer. Items in the engine's cache would hold on to the
-memory they came in, so each request would take fresh memory until the cache is full.
+5 MB that takes as long as the transfer. Items in the engine's cache would hold on to
+the memory they came in, so each request would take fresh memory until the cache is full.
 """
 
 from collections.abc import Sequence
