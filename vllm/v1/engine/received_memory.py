@@ -5,7 +5,8 @@
 A message is received into fresh memory if that of earlier ones is still in use, and the
 kernel has to find and clear every page of it while the message is being copied in: for
 5 MB that takes as long as the transfer. Items in the engine's cache would hold on to
-the memory they came in, so each request would take fresh memory until the cache is full.
+the memory they came in, so each request would take fresh memory until the cache is
+full.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,12 @@ def _address(frame: zmq.Frame) -> int:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(tensor)
     # By numpy, which has one thread and releases the interpreter lock: torch would
     # start threads of its own for the caller's.
-    values = tensor.reshape(-1).view(torch.uint8).numpy().copy()
-    return torch.from_numpy(values).view(tensor.dtype).view(tensor.shape)
+    np.copyto(_bytes(copy), _bytes(tensor))
+    return copy
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
