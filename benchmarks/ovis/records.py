@@ -113,6 +113,12 @@ def _ratio(unit: str, upstream: float | None, fork: float | None) -> float | Non
     return fork / upstream if unit in RATES else upstream / fork
 
 
+def with_label(name: str, label: str) -> str:
+    """Name of a row that was measured in a way of its own: "group, label: what"."""
+    group, colon, what = name.partition(": ")
+    return f"{group}, {label}{colon}{what}"
+
+
 def beside_release(row: Record, kept: Record | None, label: str) -> Record:
     """A row of the fork alone, measured with an option, as a row of its own.
 
@@ -122,8 +128,7 @@ def beside_release(row: Record, kept: Record | None, label: str) -> Record:
         label: What the option is called; becomes part of the name.
 
     """
-    what = row.name.removeprefix(row.group)
-    named = replace(row, name=f"{row.group}, {label}{what}")
+    named = replace(row, name=with_label(row.name, label))
     if kept is None or kept.upstream is None:
         return named
     return replace(

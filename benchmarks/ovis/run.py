@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from benchmarks.ovis.records import (
     merge,
     read_results,
     table,
+    with_label,
     write_results,
 )
 from benchmarks.ovis.workers.serve import Settings
@@ -44,6 +46,7 @@ from benchmarks.ovis.workers.serve import Settings
 TOKENIZER = ROOT / "tests" / "golden" / "ovis2" / "checkpoints" / "tiny-ovis2"
 RESULTS = ROOT / "benchmarks" / "ovis" / "results"
 SIZE = (1920, 1080)
+API_PROCESSES = 4
 
 Section = Callable[[Environment, dict[str, Any]], list[Measurement]]
 
@@ -89,15 +92,28 @@ def gpu_encode(build: Environment, arguments: dict[str, Any]) -> list[Measuremen
     return build.measure("encode", [full_checkpoint(), json.dumps(arguments)])
 
 
-def gpu_server(build: Environment, arguments: dict[str, Any]) -> list[Measurement]:
-    settings = Settings(
+def gpu_settings(requests: dict[int, int], arguments: dict[str, Any]) -> Settings:
+    return Settings(
         checkpoint=full_checkpoint(),
         size=SIZE,
-        requests={1: 24, 8: 64, 32: 160, 64: 256},
+        requests=requests,
         output_tokens=16,
         arguments=["--dtype", "bfloat16", *as_options(arguments)],
     )
+
+
+def gpu_server(build: Environment, arguments: dict[str, Any]) -> list[Measurement]:
+    settings = gpu_settings({1: 24, 8: 64, 32: 160, 64: 256}, arguments)
     return build.measure("serve", [settings.dump()])
+
+
+def gpu_processes(build: Environment, arguments: dict[str, Any]) -> list[Measurement]:
+    arguments = {"api_server_count": API_PROCESSES, **arguments}
+    settings = gpu_settings({32: 160, 64: 256}, arguments)
+    return [
+        replace(row, name=with_label(row.name, f"{API_PROCESSES} API processes"))
+        for row in build.measure("serve", [settings.dump()])
+    ]
 
 
 # An engine comes before the front end: what vLLM keeps of a build between starts is
@@ -114,6 +130,7 @@ SECTIONS: dict[str, dict[str, Section]] = {
         "encode": gpu_encode,
         "frontend": frontend,
         "server": gpu_server,
+        "processes": gpu_processes,
     },
 }
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.ovis import environments
+from benchmarks.ovis import environments, run
 from benchmarks.ovis.checkpoint import small_config, write_checkpoint
 from benchmarks.ovis.environments import ROOT, Environment
 from benchmarks.ovis.pictures import make_pictures, to_jpeg
+from benchmarks.ovis.records import Measurement
 from benchmarks.ovis.run import TOKENIZER, as_options, parse
 from benchmarks.ovis.workers.serve import Settings, parts_of_start
 
@@ -42,6 +43,24 @@ def test_engine_arguments_become_options_of_the_server():
     assert as_options(arguments) == [
         *("--compilation-config", '{"a": true}', "--max-num-seqs", "8"),
         *("--dtype", "auto"),
+    ]
+
+
+def test_server_of_several_api_processes_has_rows_of_its_own(monkeypatch):
+    asked = []
+
+    class Build:
+        def measure(self, worker, arguments):
+            asked.append((worker, Settings.load(*arguments)))
+            return [Measurement("server throughput: JPEG", "requests/s", [1.0])]
+
+    monkeypatch.setattr(run, "full_checkpoint", lambda: "folder")
+    (row,) = run.SECTIONS["gpu"]["processes"](Build(), {"max_num_seqs": 8})
+    assert row.name == "server throughput, 4 API processes: JPEG"
+    ((worker, settings),) = asked
+    assert worker == "serve" and set(settings.requests) == {32, 64}
+    assert settings.arguments[2:] == [
+        *("--api-server-count", "4", "--max-num-seqs", "8"),
     ]
 
 
