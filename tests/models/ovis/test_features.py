@@ -376,7 +376,7 @@ def test_sleep_and_reload_change_no_answer(eager: bool) -> None:
 
 
 def used_memory() -> int:
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.accelerator.get_memory_info()
     return total - free
 
 
