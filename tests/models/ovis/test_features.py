@@ -36,8 +36,9 @@ CHECKPOINT = "tiny-ovis2"
 FOLDER = Path(golden.checkpoint_path(CHECKPOINT))
 
 ON_GPU = current_platform.is_cuda()
-CLOSE = 0.1 if ON_GPU else TOLERANCE
-"""Relative error of logits: on a GPU the engine's adapters compute in bfloat16."""
+CLOSE = 0.3 if ON_GPU else TOLERANCE
+"""Relative error of logits. On a GPU the engine computes in bfloat16 here, which costs
+up to 0.1; the adapter of another request costs 0.7 and more."""
 
 CACHE_MIB = 3
 """Of the cache of processed pictures, where memory is looked at."""
@@ -351,28 +352,54 @@ def test_sleep_mode_is_refused_on_the_cpu() -> None:
         EngineArgs(str(FOLDER), enable_sleep_mode=True).create_engine_config()
 
 
+def answers_anew(llm: LLM) -> list[list[int]]:
+    """Greedy answers for which nothing is taken from a cache."""
+    llm.reset_prefix_cache()
+    llm.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()
+    return greedy_tokens(llm, [as_request(case) for case in cases(*MIXED)])
+
+
+def test_reloaded_weights_are_those_of_the_checkpoint() -> None:
+    """Every tensor comes back, those of the visual vocabulary included."""
+    loaded: dict[str, torch.Tensor] = {}
+
+    def spoil(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            loaded[name] = parameter.data.clone()
+            parameter.data.fill_(0.5)
+
+    def changed(model: Any) -> list[str]:
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if not torch.equal(parameter.data, loaded[name])
+        ]
+
+    with started() as llm:
+        before = answers_anew(llm)
+        llm.apply_model(spoil)
+        assert answers_anew(llm) != before
+        llm.collective_rpc("reload_weights")
+        assert llm.apply_model(changed) == [[]]
+        assert answers_anew(llm) == before
+
+
 @pytest.mark.skipif(not ON_GPU, reason="sleep mode needs a GPU")
 @pytest.mark.parametrize("eager", [True, False])
-def test_sleep_and_reload_change_no_answer(eager: bool) -> None:
+def test_sleep_changes_no_answer(eager: bool) -> None:
     """Weights come back from the host, or from the checkpoint; graphs still hold."""
-    requests = [as_request(case) for case in cases(*MIXED)]
     with started(enable_sleep_mode=True, enforce_eager=eager) as llm:
-
-        def answers() -> list[list[int]]:
-            llm.reset_prefix_cache()
-            llm.reset_mm_cache()
-            return greedy_tokens(llm, requests)
-
-        before, held = answers(), used_memory()
+        before, held = answers_anew(llm), used_memory()
         llm.sleep(level=1)
         assert used_memory() < held
         llm.wake_up()
-        assert answers() == before
+        assert answers_anew(llm) == before
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
         llm.collective_rpc("reload_weights")
         llm.wake_up(tags=["kv_cache"])
-        assert answers() == before
+        assert answers_anew(llm) == before
 
 
 def used_memory() -> int:

@@ -8,7 +8,7 @@ sum of the visual embedding table's rows enters the text model
 (Ovis, https://arxiv.org/abs/2405.20797).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.vision import is_vit_use_data_parallel
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.math_utils import cdiv, round_up
 
 from .config import NUM_INDICATORS, VisionConfig
@@ -195,8 +197,8 @@ class VisualVocabulary(nn.Module):
             disable_tp=disable_tp,
             return_bias=False,
         )
-        self.norm_weight = self._parameter(self.local_size)
-        self.norm_bias = self._parameter(self.local_size)
+        self.norm_weight = self._parameter(self.local_size, loader=self._load_words)
+        self.norm_bias = self._parameter(self.local_size, loader=self._load_words)
         self.norm_eps = 1e-5
         # Transposed: a product with the words' probabilities.
         self.table = RowParallelLinear(
@@ -209,11 +211,16 @@ class VisualVocabulary(nn.Module):
             disable_tp=disable_tp,
             return_bias=False,
         )
-        self.indicators = self._parameter(NUM_INDICATORS, hidden_size)
+        self.indicators = self._parameter(
+            NUM_INDICATORS, hidden_size, loader=default_weight_loader
+        )
 
     @staticmethod
-    def _parameter(*shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape), requires_grad=False)
+    def _parameter(*shape: int, loader: Callable[..., None]) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+        # The engine reloads weights through this attribute alone.
+        set_weight_attrs(parameter, {"weight_loader": loader})
+        return parameter
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Turn joined features into visual embeddings.
@@ -321,13 +328,14 @@ class VisualVocabulary(nn.Module):
             elif name in ("1.weight", "1.bias"):
                 target = "norm_" + name.removeprefix("1.")
                 # A padded word's logit is zero; it must get no probability.
-                padding = float("-inf") if target == "norm_bias" else 0.0
-                self._load_local(getattr(self, target), tensor, padding)
+                value = float("-inf") if target == "norm_bias" else 0.0
+                tensor = F.pad(tensor, (0, self.num_padding), value=value)
+                self._load(getattr(self, target), tensor)
                 loaded.add(target)
             elif name == "vte.weight":
                 rows = F.pad(tensor[: self.num_words], (0, 0, 0, self.num_padding))
                 self._load(self.table.weight, rows.t())
-                self.indicators.data.copy_(tensor[-NUM_INDICATORS:])
+                self._load(self.indicators, tensor[-NUM_INDICATORS:])
                 loaded.update(("table.weight", "indicators"))
             else:
                 raise ValueError(f"Unknown visual vocabulary tensor {name!r}.")
@@ -337,12 +345,9 @@ class VisualVocabulary(nn.Module):
     def _load(parameter: Any, tensor: torch.Tensor) -> None:
         parameter.weight_loader(parameter, tensor)
 
-    def _load_local(
-        self, parameter: nn.Parameter, tensor: torch.Tensor, padding: float = 0.0
-    ) -> None:
-        stop = self.local_start + self.local_words
-        parameter.data[: self.local_words] = tensor[self.local_start : stop]
-        parameter.data[self.local_words :] = padding
+    def _load_words(self, param: nn.Parameter, tensor: torch.Tensor) -> None:
+        """Load this rank's part of [padded words]; the engine asks for `param`."""
+        param.data.copy_(tensor[self.local_start :][: self.local_size])
 
 
 class VisualTokenizer(nn.Module):
