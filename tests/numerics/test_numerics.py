@@ -77,16 +77,19 @@ def report(
 
 
 @pytest.mark.parametrize(
-    "dtype, rounding, equal, bound",
+    "dtype, rounding, noise, equal, bound",
     [
-        ("float32", 0.0, False, 1e-4),
-        ("bfloat16", 0.01, False, 0.02),
-        ("float16", 0.001, False, 0.002),
-        ("bfloat16", 0.01, True, 0.0),
+        ("float32", 0.0, 1e-6, False, 1e-4),
+        ("bfloat16", 0.01, 0.005, False, 0.02),
+        ("bfloat16", 0.01, 0.02, False, 0.04),
+        ("float16", 0.001, 0.001, False, 0.002),
+        ("bfloat16", 0.01, 0.02, True, 0.0),
     ],
 )
-def test_the_bound(dtype: str, rounding: float, equal: bool, bound: float) -> None:
-    assert relative_bound(dtype, rounding, equal) == bound
+def test_the_bound(
+    dtype: str, rounding: float, noise: float, equal: bool, bound: float
+) -> None:
+    assert relative_bound(dtype, rounding, noise, equal) == bound
 
 
 def test_what_is_no_number_keeps_no_bound() -> None:

@@ -161,7 +161,8 @@ class StageErrors:
         reference_wide = max(e.reference_wide / e.scale for e in errors)
         relative = worst.engine / worst.scale
         equal = name in (trace.PIXELS, trace.IDS)
-        bound = relative_bound(dtype, reference_wide, equal)
+        noise = max(e.noise / e.scale for e in errors)
+        bound = relative_bound(dtype, reference_wide, noise, equal)
         held = relative if equal or dtype == "float32" else engine_wide
         return Record(
             report=report,
@@ -170,7 +171,7 @@ class StageErrors:
             verdict=verdict(held, bound),
             max_abs=max(e.engine for e in errors),
             relative=relative,
-            noise_floor=max(e.noise / e.scale for e in errors),
+            noise_floor=noise,
             against_float32=engine_wide,
             reference_against_float32=reference_wide,
             bound=bound,
