@@ -49,7 +49,7 @@ def test_word_probabilities(dtype: torch.dtype, words: int, padded: int) -> None
         logits[:, :words].double(), (words,), weight.double(), bias.double(), 1e-5
     )
     expected = normed.to(dtype).double().softmax(-1)
-    actual = word_probabilities(
+    actual: Any = word_probabilities(
         logits, words, padded_weight, padded_bias, 1e-5, torch.nn.Identity()
     )
 

@@ -217,7 +217,8 @@ def _word_probabilities_kernel(
     dtype = logits.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        row = logits + token.to(tl.int64) * row_stride
+        # A tensor once compiled, which a checker of types cannot know.
+        row = logits + token.to(tl.int64) * row_stride  # type: ignore[attr-defined]
         # Sums are taken around a mean of the first block, so that their squares stay
         # small. Padding is zero in them, and taken out again.
         centre = tl.sum(_loaded(row, columns, padded, 0.0, WHOLE), 0) / BLOCK
@@ -252,7 +253,7 @@ def _word_probabilities_kernel(
             # The largest probability, of exp(0), becomes the type's largest number.
             tl.store(scales + token, share / 448.0)
             share = 448.0
-        target = output + token.to(tl.int64) * row_stride
+        target = output + token.to(tl.int64) * row_stride  # type: ignore[attr-defined]
 
         for start in range(0, padded, BLOCK):
             place = start + columns

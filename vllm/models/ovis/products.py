@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Matrix products of the visual tokenizer, fused with what stands beside them."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from vllm import envs
 from vllm.model_executor.determinism.batch_invariant import linear_batch_invariant
@@ -53,7 +54,7 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def is_plain(layer: nn.Module, kind: type[LinearBase]) -> bool:
+def is_plain(layer: Any, kind: type[LinearBase]) -> bool:
     """Whether a layer is one product with its weight: no scale, adapter or bias."""
     return (
         type(layer) is kind
@@ -63,7 +64,7 @@ def is_plain(layer: nn.Module, kind: type[LinearBase]) -> bool:
 
 
 def add_linear(
-    layer: nn.Module, x: torch.Tensor, residual: torch.Tensor
+    layer: Any, x: torch.Tensor | QuantizedActivation, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Apply a row-parallel layer whose result is to be added to a residual.
 
@@ -91,7 +92,7 @@ def add_linear(
     return layer(x), residual
 
 
-def fuses_gate(layer: nn.Module) -> bool:
+def fuses_gate(layer: Any) -> bool:
     """Whether `gated_linear` takes this layer: gate and up projection on a Hopper GPU.
 
     The kernel's blocks are chosen for that architecture, and by the number of rows,
@@ -132,9 +133,7 @@ def num_rows(x: torch.Tensor | QuantizedActivation) -> int:
     return (x.orig_shape if isinstance(x, QuantizedActivation) else x.shape)[0]
 
 
-def gated_linear(
-    layer: nn.Module, x: torch.Tensor | QuantizedActivation
-) -> torch.Tensor:
+def gated_linear(layer: Any, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
     """silu(gate x) * (up x), of a layer that `fuses_gate` accepts.
 
     One kernel computes the same columns of both and writes their product alone. For ten

@@ -140,7 +140,10 @@ class AIMv2Block(nn.Module):
         return self._add(mlp.fc2, mlp.gate(normed), total)
 
     def _add(
-        self, layer: nn.Module, x: torch.Tensor, residual: torch.Tensor
+        self,
+        layer: nn.Module,
+        x: torch.Tensor | QuantizedActivation,
+        residual: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.runs_own_kernels:
             return add_linear(layer, x, residual)

@@ -152,7 +152,7 @@ def shapes_planned(tower: nn.Module) -> Iterator[None]:
 
     They plan for a shape at its first call, or are slow to launch.
     """
-    layers = [module for module in tower.modules() if hasattr(module, "planned")]
+    layers: list[Any] = [m for m in tower.modules() if hasattr(m, "planned")]
     for layer in layers:
         layer.planned = True
     try:
