@@ -106,11 +106,14 @@ def fuses_gate(layer: Any) -> bool:
     ):
         return False
     if takes_fp8(layer):
-        # Laid out for the matrix library: transposed, scales by output.
+        # Laid out for the matrix library: transposed, scales by output, and where
+        # sizes are odd padded, and then not in halves.
         rows = layer.weight.t()
+        sizes = layer.output_size_per_partition, layer.input_size_per_partition
         return (
             type(layer) is MergedColumnParallelLinear
             and layer.bias is None
+            and rows.shape == sizes
             and rows.is_contiguous()
             and layer.weight_scale.shape == (rows.shape[0], 1)
             and _is_aligned(rows)
