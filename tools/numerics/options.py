@@ -18,7 +18,7 @@ from .records import UNBOUNDED, Record
 PLAIN, CHANGED = "as started", "with the arguments"
 
 SHOWN = (trace.FEATURES, trace.VISUAL, trace.MERGED, trace.LOGITS, trace.GREEDY)
-"""An encoder in CUDA graphs is seen from the merged embeddings on."""
+"""An encoder in CUDA graphs is seen from the visual embeddings on."""
 
 
 def option_record(engine: str, record: Record) -> Record:

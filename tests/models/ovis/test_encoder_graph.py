@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models.ovis.test_visual_tokenizer import SIZES, TEXT_WIDTH, build, run_ranks
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.vllm import OptimizationLevel
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.models.ovis.encoder_graph import OvisEncoderGraphs
@@ -197,10 +197,12 @@ def engine_config(**changed: Any) -> Any:
         "cudagraph_mm_encoder": None,
         "encoder_cudagraph_token_budgets": [],
         "cudagraph_mode": None,
+        "mode": None,
         "compile_mm_encoder": False,
         "enforce_eager": False,
         "optimization_level": OptimizationLevel.O2,
-        "language_model_only": False,
+        "limits": {"image": 999, "video": 999},
+        "mm_encoder_attn_backend": None,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "enable_tower_connector_lora": False,
@@ -208,11 +210,12 @@ def engine_config(**changed: Any) -> Any:
     values["hf_config"] = SimpleNamespace(vision=SIZES)
     part = SimpleNamespace(**values)
     part.multimodal_config = part
+    part.get_limit_per_prompt = lambda kind: part.limits[kind]
     return SimpleNamespace(
         compilation_config=part,
         model_config=part,
         parallel_config=part,
-        lora_config=part,
+        lora_config=part if part.enable_tower_connector_lora is not None else None,
         optimization_level=part.optimization_level,
     )
 
@@ -222,6 +225,8 @@ def engine_config(**changed: Any) -> Any:
     [
         ({}, "cuda", True),
         ({}, "cpu", False),
+        ({}, "another GPU", False),
+        ({}, "batch-invariant", False),
         ({"cudagraph_mm_encoder": False}, "cuda", False),
         ({"cudagraph_mm_encoder": True, "tensor_parallel_size": 2}, "cuda", True),
         ({"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, "cuda", True),
@@ -229,7 +234,11 @@ def engine_config(**changed: Any) -> Any:
         ({"compile_mm_encoder": True}, "cuda", False),
         ({"enforce_eager": True}, "cuda", False),
         ({"optimization_level": OptimizationLevel.O0}, "cuda", False),
-        ({"language_model_only": True}, "cuda", False),
+        ({"mode": CompilationMode.STOCK_TORCH_COMPILE}, "cuda", False),
+        ({"limits": {"image": 0, "video": 0}}, "cuda", False),
+        ({"limits": {"image": 0, "video": 1}}, "cuda", True),
+        ({"mm_encoder_attn_backend": "TORCH_SDPA"}, "cuda", False),
+        ({"enable_tower_connector_lora": None}, "cuda", True),
         ({"tensor_parallel_size": 2}, "cuda", False),
         ({"pipeline_parallel_size": 2}, "cuda", False),
         ({"enable_tower_connector_lora": True}, "cuda", False),
@@ -238,7 +247,11 @@ def engine_config(**changed: Any) -> Any:
 def test_graphs_are_on_where_they_fit(
     changed: dict[str, Any], platform: str, graphs: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(current_platform, "is_cuda", lambda: platform == "cuda")
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: platform != "cpu")
+    hopper = platform != "another GPU"
+    monkeypatch.setattr(current_platform, "is_device_capability", lambda _: hopper)
+    if platform == "batch-invariant":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     config = engine_config(**changed)
     MODELS_CONFIG_MAP["Ovis"].verify_and_update_config(config)
     assert config.compilation_config.cudagraph_mm_encoder is graphs
@@ -246,7 +259,9 @@ def test_graphs_are_on_where_they_fit(
 
 @pytest.mark.parametrize("named", [[], [8]])
 def test_each_number_of_tiles_has_a_graph(named: list[int]) -> None:
-    config = engine_config(encoder_cudagraph_token_budgets=named)
+    config = engine_config(
+        cudagraph_mm_encoder=True, encoder_cudagraph_token_budgets=named
+    )
     MODELS_CONFIG_MAP["Ovis"].verify_and_update_config(config)
     budgets = config.compilation_config.encoder_cudagraph_token_budgets
     # One tile has four tokens here.

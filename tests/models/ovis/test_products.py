@@ -32,6 +32,7 @@ from vllm.models.ovis.products import (
     gated_linear,
     is_plain,
 )
+from vllm.models.ovis.towers.common import planned_attention
 from vllm.platforms import current_platform
 
 DEVICE = "cuda" if current_platform.is_cuda() else "cpu"
@@ -127,6 +128,7 @@ def test_only_plain_layers_are_fused() -> None:
     assert not is_plain(quantized, RowParallelLinear)
     # float32 has no such kernel on any GPU.
     assert not fuses_gate(wide())
+    assert fuses_gate(wide().to(DEVICE, torch.bfloat16)) == HOPPER
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -141,3 +143,14 @@ def test_product_on_top_of_a_residual(bias: bool) -> None:
         assert rest is residual
         total = total + rest
     torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.skipif(not HOPPER, reason="planned for on Hopper GPUs alone")
+def test_planned_attention() -> None:
+    query, key, value = torch.randn(3, 2, 64, 256, device="cuda").bfloat16()
+    heads = [x.unflatten(-1, (2, 128)).transpose(1, 2) for x in (query, key, value)]
+    expected = F.scaled_dot_product_attention(*(x.double() for x in heads))
+    actual = planned_attention(query, key, value, 128)
+    assert actual.is_contiguous()
+    error = relative_error(actual, expected.transpose(1, 2).flatten(2))
+    assert error < 2 * torch.finfo(torch.bfloat16).eps

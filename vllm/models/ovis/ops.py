@@ -199,7 +199,8 @@ def _resident_rows(device: torch.device) -> int:
     return 2 * current_platform.num_compute_units(device.index or 0)
 
 
-@triton.jit
+# One compiled kernel for all numbers of tokens, also those that only a request brings.
+@triton.jit(do_not_specialize=["tokens"])
 def _word_probabilities_kernel(
     logits,
     weight,
@@ -297,13 +298,14 @@ def quantized_for(
     if not takes_fp8(layer):
         return x
     output = _empty_fp8(x, x.shape[1])
+    block = triton.next_power_of_2(x.shape[1])
     _quantize_rows_kernel[(x.shape[0],)](
         x,
         output.data,
         output.scale,
         x.shape[1],
-        BLOCK=triton.next_power_of_2(x.shape[1]),
-        num_warps=4,
+        BLOCK=block,
+        num_warps=4 if block <= 4096 else 16,
     )
     return output
 

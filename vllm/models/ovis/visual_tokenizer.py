@@ -56,8 +56,9 @@ which a GPU's cache still holds a part when it is read again (ten tiles on an H2
 ms instead of 3.3 with twice as much)."""
 
 FP8_TABLE_ROWS = 1024
-"""Fewer rows at a time leave an FP8 product with the table no faster than one in
-bfloat16 (1024 rows on an H200: 0.16 ms against 0.26; 512: 0.15 against 0.14)."""
+"""Tokens of a chunk at least, whatever their size, if the table is quantized: fewer
+leave an FP8 product with it no faster than one in bfloat16 (1024 rows on an H200: 0.16
+ms against 0.26; 512: 0.15 against 0.14)."""
 
 
 def padded_words(num_words: int, tp_size: int) -> int:
