@@ -323,7 +323,7 @@ def check_tower_adapters(**options: Any) -> None:
     vllm_config = EngineArgs(
         str(FOLDER), enable_lora=True, enable_tower_connector_lora=True, **options
     ).create_engine_config()
-    model.config = vllm_config.model_config.hf_config
+    model.vision = vllm_config.model_config.hf_config.vision
     model._refuse_what_tower_lora_cannot_follow(vllm_config)
 
 
