@@ -206,6 +206,7 @@ def engine_config(**changed: Any) -> Any:
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "enable_tower_connector_lora": False,
+        "use_v2_model_runner": True,
     } | changed
     values["hf_config"] = SimpleNamespace(vision=SIZES)
     part = SimpleNamespace(**values)
@@ -217,6 +218,7 @@ def engine_config(**changed: Any) -> Any:
         parallel_config=part,
         lora_config=part if part.enable_tower_connector_lora is not None else None,
         optimization_level=part.optimization_level,
+        use_v2_model_runner=part.use_v2_model_runner,
     )
 
 
@@ -240,6 +242,7 @@ def engine_config(**changed: Any) -> Any:
         ({"mm_encoder_attn_backend": "TORCH_SDPA"}, "cuda", False),
         ({"enable_tower_connector_lora": None}, "cuda", True),
         ({"tensor_parallel_size": 2}, "cuda", False),
+        ({"use_v2_model_runner": False}, "cuda", False),
         ({"pipeline_parallel_size": 2}, "cuda", False),
         ({"enable_tower_connector_lora": True}, "cuda", False),
     ],
