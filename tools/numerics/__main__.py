@@ -20,6 +20,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +171,15 @@ def run(parsed: argparse.Namespace, engines: list[dict[str, str]]) -> Iterator[A
         place = (parsed.model, dtype, parsed.device)
         if loaded:
             model = reference.in_dtype(loaded.model, getattr(torch, dtype))
+            measure_stages = partial(stages.records, loaded, model, *place, engines)
         for name in wanted:
             try:
                 if name == "stages":
-                    yield from stages.records(loaded, model, *place, engines)
+                    yield from measure_stages()
                 elif name == "operators":
                     yield from operators.records(loaded, model, *place)
                 elif name == "options":
-                    yield from options.records(
-                        loaded, model, *place, engines, parsed.engine_arguments
-                    )
+                    yield from options.records(measure_stages, parsed.engine_arguments)
                 else:
                     yield from batches.records(*place, parsed.batch_invariant)
             except Exception as error:

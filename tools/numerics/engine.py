@@ -91,13 +91,12 @@ def started(model: str, dtype: str, device: str, **options: Any) -> "Iterator[LL
         "mm_processor_cache_gb": 0,
         # A checkpoint's own generation_config.json could add penalties.
         "generation_config": "vllm",
+        "gpu_memory_utilization": 0.3,
     }
     if device == "cuda":
         settings |= GPU_MEMORY
         if dtype == "float32":
             settings |= IEEE_FLOAT32
-    else:
-        settings["gpu_memory_utilization"] = 0.3
     # An engine before this one holds its memory until its cycles are collected.
     gc.collect()
     if device == "cuda":

@@ -6,13 +6,11 @@ An option may buy speed with precision, so nothing here has a bound; each error 
 as a multiple of the noise floor instead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tests.reference.model import Ovis, Reference
-
-from . import stages, trace
+from . import trace
 from .records import UNBOUNDED, Record
 
 PLAIN, CHANGED = "as started", "with the arguments"
@@ -41,28 +39,16 @@ def option_record(engine: str, record: Record) -> Record:
 
 
 def records(
-    ref: Reference,
-    model: Ovis,
-    folder: str,
-    dtype: str,
-    device: str,
-    engines: list[dict[str, str]],
-    arguments: dict[str, Any],
+    measure: Callable[..., Iterator[Record]], arguments: dict[str, Any]
 ) -> Iterator[Record]:
-    """Measure both engines; all but `arguments` is as for the stages report.
+    """Measure an engine as it starts and one with `arguments`.
 
     Args:
-        ref: The float32 reference.
-        model: The reference in `dtype`.
-        folder: The checkpoint.
-        dtype: The engines' dtype.
-        device: `cpu` or `cuda`.
-        engines: The attention back ends in use are added to it.
+        measure: The stages report, of an engine that gets its arguments.
         arguments: What the second engine is given.
 
     """
     for name, given in ((PLAIN, {}), (CHANGED, arguments)):
-        place = (folder, dtype, device, engines)
-        for record in stages.records(ref, model, *place, **given):
+        for record in measure(**given):
             if record.report == "stages" and record.name in SHOWN:
                 yield option_record(name, record)
