@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""How the vision encoder starts where the user leaves it open."""
+"""What the vision encoder does where the user leaves it open."""
 
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,18 @@ from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def is_tuned_for_gpu() -> bool:
+    """Whether choices that were made by measuring on Hopper GPUs hold here.
+
+    Not where results must not depend on the batch: they go by its size.
+    """
+    return (
+        current_platform.is_cuda()
+        and current_platform.is_device_capability(90)
+        and not envs.VLLM_BATCH_INVARIANT
+    )
 
 
 def set_encoder_defaults(config: "VllmConfig") -> None:
@@ -40,8 +52,7 @@ def encoder_graphs_fit(config: "VllmConfig") -> bool:
     compilation, parallel = config.compilation_config, config.parallel_config
     media, lora = config.model_config.multimodal_config, config.lora_config
     return (
-        current_platform.is_cuda()
-        and current_platform.is_device_capability(90)
+        is_tuned_for_gpu()
         and not config.model_config.enforce_eager
         and config.optimization_level != OptimizationLevel.O0
         and compilation.cudagraph_mode != CUDAGraphMode.NONE
@@ -52,6 +63,5 @@ def encoder_graphs_fit(config: "VllmConfig") -> bool:
         and media.mm_encoder_attn_backend is None
         and parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
         and not (lora is not None and lora.enable_tower_connector_lora)
-        and not envs.VLLM_BATCH_INVARIANT
         and config.use_v2_model_runner
     )

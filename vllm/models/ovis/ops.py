@@ -215,7 +215,6 @@ def _word_probabilities_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    dtype = logits.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         # A tensor once compiled, which a checker of types cannot know.
@@ -242,10 +241,7 @@ def _word_probabilities_kernel(
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, padded, BLOCK):
             place = start + columns
-            x = _loaded(row, place, padded, 0.0, WHOLE)
-            gain = _loaded(weight, place, padded, 0.0, WHOLE)
-            shift = _loaded(bias, place, padded, float("-inf"), WHOLE)
-            z = ((x - mean) * scale * gain + shift).to(dtype).to(tl.float32)
+            z = _normalized(row, weight, bias, place, padded, mean, scale, WHOLE)
             higher = tl.maximum(top, tl.max(z, 0))
             totals = totals * tl.exp(top - higher) + tl.exp(z - higher)
             top = higher
@@ -258,15 +254,21 @@ def _word_probabilities_kernel(
 
         for start in range(0, padded, BLOCK):
             place = start + columns
-            x = _loaded(row, place, padded, 0.0, WHOLE)
-            gain = _loaded(weight, place, padded, 0.0, WHOLE)
-            shift = _loaded(bias, place, padded, float("-inf"), WHOLE)
-            z = ((x - mean) * scale * gain + shift).to(dtype).to(tl.float32)
+            z = _normalized(row, weight, bias, place, padded, mean, scale, WHOLE)
             y = (tl.exp(z - top) * share).to(output.dtype.element_ty)
             if WHOLE:
                 tl.store(target + place, y)
             else:
                 tl.store(target + place, y, mask=place < padded)
+
+
+@triton.jit
+def _normalized(row, weight, bias, place, width, mean, scale, WHOLE: tl.constexpr):
+    x = _loaded(row, place, width, 0.0, WHOLE)
+    gain = _loaded(weight, place, width, 0.0, WHOLE)
+    shift = _loaded(bias, place, width, float("-inf"), WHOLE)
+    z = (x - mean) * scale * gain + shift
+    return z.to(row.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

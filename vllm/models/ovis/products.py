@@ -19,6 +19,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
+from .encoder_defaults import is_tuned_for_gpu
 from .ops import takes_fp8
 
 if HAS_TRITON:
@@ -95,15 +96,9 @@ def add_linear(
 def fuses_gate(layer: Any) -> bool:
     """Whether `gated_linear` takes this layer: gate and up projection on a Hopper GPU.
 
-    The kernel's blocks are chosen for that architecture, and by the number of rows,
-    which nothing may depend on in the engine's batch-invariant mode.
+    The kernel's blocks are chosen for that architecture, and by the number of rows.
     """
-    if not (
-        HAS_TRITON
-        and current_platform.is_cuda()
-        and current_platform.is_device_capability(90)
-        and not envs.VLLM_BATCH_INVARIANT
-    ):
+    if not (HAS_TRITON and is_tuned_for_gpu()):
         return False
     if takes_fp8(layer):
         # Laid out for the matrix library: transposed, scales by output, and where

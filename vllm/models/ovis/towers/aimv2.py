@@ -117,7 +117,6 @@ class AIMv2Block(nn.Module):
         )
         self.norm_2 = TowerRMSNorm(sizes.hidden_size, sizes.norm_eps)
         self.mlp = AIMv2MLP(sizes, disable_tp, quant_config, f"{prefix}.mlp")
-        self.runs_own_kernels = runs_own_kernels()
 
     def forward(
         self, update: torch.Tensor, residual: torch.Tensor | None
@@ -145,7 +144,7 @@ class AIMv2Block(nn.Module):
         x: torch.Tensor | QuantizedActivation,
         residual: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.runs_own_kernels:
+        if self.mlp.runs_own_kernels:
             return add_linear(layer, x, residual)
         return layer(x), residual
 
@@ -236,21 +235,22 @@ class AIMv2Trunk(nn.Module):
             for index in range(sizes.num_layers)
         )
 
-    def forward(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, update: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run all layers.
 
         Args:
             update: [tiles * patches, hidden_size].
-            residual: What it is added to, the same shape; both may be overwritten.
+            residual: What it is added to, as a layer takes it; both may be overwritten.
 
         Returns:
             The last layer's output, the same shape.
 
         """
-        hidden_states, rest = update, residual
         for block in self.blocks:
-            hidden_states, rest = block(hidden_states, rest)
-        return hidden_states if rest is None else rest + hidden_states
+            update, residual = block(update, residual)
+        return update if residual is None else residual + update
 
 
 class AIMv2Tower(nn.Module):

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.mm_encoder_attention import (
@@ -24,9 +23,9 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.models.vision import get_multimodal_config
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from ..encoder_defaults import is_tuned_for_gpu
 from ..ops import (
     padded_patch_width,
     padded_patches,
@@ -115,16 +114,13 @@ class PatchEmbedding(nn.Module):
 def may_plan(attention: MMEncoderAttention) -> bool:
     """Whether `planned_attention` may stand for the engine's, were its shapes known.
 
-    The user has named no back end, the GPU is one that it has been measured on, and no
-    result has to be the same in every batch.
+    The user has named no back end, and it has been measured on this GPU.
     """
     config = get_multimodal_config()
     return (
         attention.attn_backend == AttentionBackendEnum.FLASH_ATTN
         and (config is None or config.mm_encoder_attn_backend is None)
-        and current_platform.is_cuda()
-        and current_platform.is_device_capability(90)
-        and not envs.VLLM_BATCH_INVARIANT
+        and is_tuned_for_gpu()
     )
 
 
