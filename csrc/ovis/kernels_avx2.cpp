@@ -117,7 +117,9 @@ inline void filter_pixel(const int32_t* words, const int32_t* coefficients,
       __m256i pixels = _mm256_loadu_si256(
           reinterpret_cast<const __m256i*>(words + j * kPairWords + c * kRows));
       keep(pixels);
-      high[c] = _mm256_add_epi32(high[c], _mm256_madd_epi16(pixels, k_high));
+      const __m256i by_high = _mm256_madd_epi16(pixels, k_high);
+      high[c] = kGroups && j == 0 ? by_high  // no sum with 0
+                                  : _mm256_add_epi32(high[c], by_high);
       low[c] = _mm256_add_epi32(low[c], _mm256_madd_epi16(pixels, k_low));
       keep(high[c]);
       keep(low[c]);
@@ -130,12 +132,18 @@ template <int kGroups>
 void horizontal_of(const HorizontalBlock& block) {
   Source<Loader> source(block, Loader(block.bytes_per_pixel));
   const __m256i white = _mm256_set1_epi16(255);
+  // Copies, see Source.
+  const int* const starts = block.starts;
+  const int groups = kGroups ? kGroups : block.groups;
+  const int out_width = block.out_width;
+  int32_t* const out[kBlockGroups] = {block.out[0], block.out[1], block.out[2],
+                                      block.out[3]};
   const int32_t* coefficients = block.coefficients;
-  for (int x = 0; x < block.out_width; ++x) {
-    const int32_t* words = source.window(block.starts[x], block.groups);
+  for (int x = 0; x < out_width; ++x) {
+    const int32_t* words = source.window(starts[x], groups);
     __m256i sums[3];
-    filter_pixel<kGroups>(words, coefficients, block.groups, sums);
-    coefficients += block.groups * kDigits;
+    filter_pixel<kGroups>(words, coefficients, groups, sums);
+    coefficients += groups * kDigits;
     // To bytes in 16 bits; words are row pairs then: R01 R23 G01 G23 | R45 R67
     // ...
     const __m256i rg = _mm256_shuffle_epi32(
@@ -149,9 +157,8 @@ void horizontal_of(const HorizontalBlock& block) {
     const __m256i odd =
         _mm256_unpackhi_epi64(rg, b);  // R23 G23 B23 - | R67 ...
     // The fourth word is overwritten by the next pixel or lies in the padding.
-    const auto store = [&block, x](int pair, __m128i words) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(block.out[pair] + 3 * x),
-                       words);
+    const auto store = [&out, x](int pair, __m128i words) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out[pair] + 3 * x), words);
     };
     store(0, _mm256_castsi256_si128(even));
     store(1, _mm256_castsi256_si128(odd));
@@ -207,9 +214,12 @@ inline __m256i filter_chunk(const Load& load, const int32_t* coefficients,
     __m256i samples[4];
     load(j, samples);
     for (int i = 0; i < 4; ++i) {
+      keep(samples[i]);
       high[i] =
           _mm256_add_epi32(high[i], _mm256_madd_epi16(samples[i], k_high));
       low[i] = _mm256_add_epi32(low[i], _mm256_madd_epi16(samples[i], k_low));
+      keep(high[i]);
+      keep(low[i]);
     }
   }
   for (int i = 0; i < 4; ++i) high[i] = join(high[i], low[i]);

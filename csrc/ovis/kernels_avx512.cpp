@@ -102,10 +102,15 @@ class Loader {
 template <int kGroups>
 void horizontal_of(const HorizontalBlock& block) {
   Source<Loader> source(block, Loader(block.bytes_per_pixel));
+  // Copies, see Source.
+  const int* const starts = block.starts;
   const int groups = kGroups ? kGroups : block.groups;
+  const int out_width = block.out_width;
+  int32_t* const out[kBlockGroups] = {block.out[0], block.out[1], block.out[2],
+                                      block.out[3]};
   const int32_t* coefficients = block.coefficients;
-  for (int x = 0; x < block.out_width; ++x) {
-    const int32_t* words = source.window(block.starts[x], groups);
+  for (int x = 0; x < out_width; ++x) {
+    const int32_t* words = source.window(starts[x], groups);
     __m512i sums[3][kDigits];
     for (int c = 0; c < 3; ++c) start(sums[c]);
   #pragma GCC unroll 16
@@ -126,9 +131,8 @@ void horizontal_of(const HorizontalBlock& block) {
         _mm512_packus_epi16(_mm512_packs_epi32(join(sums[0]), join(sums[1])),
                             _mm512_packs_epi32(blue, blue));
     // The fourth word is overwritten by the next pixel or lies in the padding.
-    const auto store = [&block, x](int group, __m128i lane) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(block.out[group] + 3 * x),
-                       lane);
+    const auto store = [&out, x](int group, __m128i lane) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out[group] + 3 * x), lane);
     };
     store(0, _mm512_castsi512_si128(bytes));
     store(1, _mm512_extracti32x4_epi32(bytes, 1));

@@ -18,16 +18,25 @@ namespace ovis {
 //   kGroup, kStep    pixels in a group, and groups that one load makes
 //   load(rows, offset, words)
 //                    reads 16 bytes from each row and writes kStep groups
+//
+// Fields are copies: for all the compiler knows, what is written to the block's
+// memory might change the block itself, which it would read again each time.
 template <typename Loader>
 class Source {
  public:
   Source(const HorizontalBlock& block, const Loader& loader)
-      : block_(block), loader_(loader) {}
+      : loader_(loader),
+        group_bytes_(ptrdiff_t{Loader::kGroup} * block.bytes_per_pixel),
+        readable_(block.readable),
+        scratch_(block.scratch),
+        scratch_groups_(block.scratch_groups) {
+    memcpy(rows_, block.rows, sizeof(rows_));
+  }
 
   // `count` groups from `first` on; `first` must not decrease.
   const int32_t* window(int first, int count) {
     if (made_ < first + count) make(first, first + count);
-    return block_.scratch + ptrdiff_t{first - base_} * kGroupWords;
+    return scratch_ + ptrdiff_t{first - base_} * kGroupWords;
   }
 
  private:
@@ -35,34 +44,37 @@ class Source {
   static constexpr int kGroupWords = 3 * kRows;
 
   void make(int first, int end) {
-    int32_t* scratch = block_.scratch;
     while (made_ < end) {
-      if (made_ + Loader::kStep - base_ > block_.scratch_groups) {
+      if (made_ + Loader::kStep - base_ > scratch_groups_) {
         const int kept = made_ - first;
-        memmove(scratch, scratch + ptrdiff_t{first - base_} * kGroupWords,
+        memmove(scratch_, scratch_ + ptrdiff_t{first - base_} * kGroupWords,
                 size_t(kept) * kGroupWords * sizeof(int32_t));
         base_ = first;
       }
-      load(ptrdiff_t{made_} * Loader::kGroup * block_.bytes_per_pixel,
-           scratch + ptrdiff_t{made_ - base_} * kGroupWords);
+      load(made_ * group_bytes_,
+           scratch_ + ptrdiff_t{made_ - base_} * kGroupWords);
       made_ += Loader::kStep;
     }
   }
 
   void load(ptrdiff_t offset, int32_t* words) {
-    const ptrdiff_t left = block_.readable - offset;
-    if (left >= 16) return loader_.load(block_.rows, offset, words);
+    const ptrdiff_t left = readable_ - offset;
+    if (left >= 16) return loader_.load(rows_, offset, words);
     uint8_t copies[kRows][16] = {};
     const uint8_t* rows[kRows];
     for (int i = 0; i < kRows; ++i) {
-      memcpy(copies[i], block_.rows[i] + offset, left);
+      memcpy(copies[i], rows_[i] + offset, left);
       rows[i] = copies[i];
     }
     loader_.load(rows, 0, words);
   }
 
-  const HorizontalBlock& block_;
   const Loader loader_;
+  const uint8_t* rows_[kRows];
+  const ptrdiff_t group_bytes_;
+  const ptrdiff_t readable_;
+  int32_t* const scratch_;
+  const int scratch_groups_;
   int base_ = 0;  // group at the start of scratch
   int made_ = 0;  // groups before it have been made
 };
