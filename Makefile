@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 
 # make setup   the fork and all it needs in .venv
-# make demo    a server on the demo checkpoint answers questions about two pictures
+# make demo    a server on the demo checkpoint answers questions about demo/images
 # make serve   vllm serve; MODEL=name-or-path PORT=8000 ARGS="..."
 # make load    a server under load for minutes; MODEL=..., ARGS="--minutes 4"
 # make test    lint, types, tests, checks of the series

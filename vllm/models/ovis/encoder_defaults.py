@@ -44,7 +44,7 @@ def encoder_graphs_fit(config: "VllmConfig") -> bool:
     """Whether the encoder runs in CUDA graphs unless the user says otherwise.
 
     On one Hopper GPU with the second model runner, where that has been measured: one
-    tile takes a sixth of the time that it takes the release, and large batches as long
+    tile takes a seventh of the time that it takes the release, and large batches as long
     as without. Not where graphs are not wanted, neither images nor videos are served,
     adapters change the tower, another attention is named, or results must not depend on
     the batch.
