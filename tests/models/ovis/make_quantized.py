@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from tests.models.ovis.make_gptq import dequantize, pack, quantize, write_quantized
@@ -61,7 +62,6 @@ def compressed(kind: str, layout: str) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": ["re:visual_tokenizer.*", "re:vte.*", "re:.*lm_head"],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
@@ -104,4 +104,18 @@ def make_quantized(source: Path, target: Path, twin: Path, form: str) -> None:
 
     """
     convert, settings = FORMATS[form]
+    if settings["quant_method"] == "compressed-tensors":
+        settings = {**settings, "ignore": float_layers(source)}
     write_quantized(source, target, convert, settings, twin)
+
+
+def float_layers(source: Path) -> list[str]:
+    """Layers that stay in a float type, name by name, as quantizers list them."""
+    with safe_open(source / "model.safetensors", "pt") as stored:
+        return ["llm.lm_head"] + [
+            name.removesuffix(".weight")
+            for name in stored.keys()  # noqa: SIM118
+            if name.startswith("visual_tokenizer.")
+            and name.endswith(".weight")
+            and len(stored.get_slice(name).get_shape()) == 2
+        ]

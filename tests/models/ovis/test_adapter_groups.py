@@ -146,3 +146,21 @@ def test_adapters_of_one_group_are_set_once() -> None:
     assert model.runs == [(0, 0, 5, 5, 5, 5)]
     # For the tower and for the connector.
     assert times_set == 2
+
+
+def test_items_that_are_not_encoded_take_no_place() -> None:
+    model, _ = encode(
+        {
+            "plain": [
+                item("prompt_embeds", "embedding", 2),
+                item("video", "frames", 3),
+            ],
+            "adapted": [item("image", "pixels", 1), item("video", "frames", 1)],
+        }
+    )
+    assert model.runs == [(5,), (0, 0, 0, 5)]
+
+
+def test_no_map_without_tokens_in_the_tower() -> None:
+    _, times_set = encode({"adapted": [item("prompt_embeds", "embedding", 2)]})
+    assert times_set == 0

@@ -26,7 +26,7 @@ from tests.models.ovis.test_engine_golden import (
 from tests.reference.model import Reference
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.ops.torch_ops import bgmv_shrink
+from vllm.lora.ops.torch_ops import bgmv_expand, bgmv_shrink
 from vllm.lora.request import LoRARequest
 from vllm.models.ovis.images import tile_image
 from vllm.platforms import current_platform
@@ -262,11 +262,31 @@ def test_adapters_share_a_batch_of_all_kinds(
         check_adapter(logits, seen, of_video if kind == "video" else right)
 
 
+def test_a_batch_of_embeddings_alone_needs_no_map(lora_engine: LLM) -> None:
+    """Nothing passes the tower, whose adapters would have to be mapped."""
+    (picture,) = cases("size_640x480")
+    request = as_request(picture)
+    embeddings = torch.from_numpy(picture_rows(picture))
+    lora_engine.reset_mm_cache()
+    lora_engine.reset_prefix_cache()
+    (tokens,) = greedy_tokens(
+        lora_engine, [{**request, "multi_modal_data": {"image": embeddings}}]
+    )
+    assert tokens == golden_greedy(CHECKPOINT)[picture["name"]]
+
+
 def check_adapter(logits: np.ndarray, name: str, right: dict[str, np.ndarray]) -> None:
     """Logits are those of this adapter, and nearer to them than to another's."""
     errors = {other: relative_error(logits, right[other]) for other in right}
     assert errors[name] < CLOSE
     assert errors[name] == min(errors.values())
+
+
+def test_embedding_layers_leave_out_who_has_no_adapter() -> None:
+    """On a CPU they use the second product alone; slot -1 is no adapter."""
+    output = torch.zeros(2, 3)
+    bgmv_expand(torch.ones(2, 4), torch.ones(1, 3, 4), output, torch.tensor([0, -1]))
+    assert output.tolist() == [[4] * 3, [0] * 3]
 
 
 def test_a_request_without_adapter_meets_none() -> None:

@@ -419,6 +419,36 @@ def test_the_profile_has_the_largest_item(modality: str) -> None:
     assert most == {"image": 17 * 16 + 18, "video": 8 * 19}[modality]
 
 
+@pytest.mark.parametrize("threshold", [0.3, 1.0])
+def test_the_profile_is_the_largest_for_any_threshold(threshold: float) -> None:
+    """A request may set another threshold than the engine, and have more tiles."""
+    config = ModelConfig(
+        golden.checkpoint_path("tiny-ovis2"),
+        dtype="float32",
+        max_model_len=8192,
+        mm_processor_kwargs={"images_kwargs": {"covering_threshold": threshold}},
+    )
+    processor: Any = MULTIMODAL_REGISTRY.create_processor(config)
+    inputs = processor.get_dummy_mm_inputs({"image": 1})
+    (place,) = inputs["mm_placeholders"]["image"]
+    most = processor.info.get_mm_max_tokens_per_item(8192, {"image": 1})["image"]
+    assert place.get_num_embeds() == most
+
+
+def test_a_device_of_the_processor_changes_nothing() -> None:
+    """The engine may set one by itself; a request may not."""
+    config = ModelConfig(
+        golden.checkpoint_path("tiny-ovis2"),
+        dtype="float32",
+        mm_processor_kwargs={"max_partition": 4},
+        mm_processor_device="cpu",
+    )
+    info: Any = MULTIMODAL_REGISTRY.create_processor(config).info
+    assert info.get_image_kwargs({"max_partition": 2, "device": "cpu"}) == (2, 0.9)
+    with pytest.raises(VLLMValidationError, match="unknown image option 'device'"):
+        info.get_image_kwargs({"device": "cuda"})
+
+
 def test_pruning_of_videos_is_refused() -> None:
     """The engine would drop the option in silence."""
     with pytest.raises(ValueError, match="--video-pruning-rate"):
@@ -430,7 +460,7 @@ def test_language_model_only() -> None:
     config = ModelConfig(
         golden.checkpoint_path("tiny-ovis2"), dtype="float32", language_model_only=True
     )
-    info = MULTIMODAL_REGISTRY.create_processor(config).info
+    info: Any = MULTIMODAL_REGISTRY.create_processor(config).info
     assert info.allowed_mm_limits == {"image": 0, "video": 0}
     for data in ({"image": PICTURE}, {"video": [PICTURE]}):
         with pytest.raises(VLLMValidationError, match="At most 0"):

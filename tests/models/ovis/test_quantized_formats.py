@@ -38,11 +38,14 @@ from vllm.models.ovis import quantization
 from vllm.models.ovis.quantization import check_kernels
 from vllm.platforms import current_platform
 
-TOLERANCE = {"awq": 0.04, "fp8": 0.25, "int8": 0.08}
+ADDS_IN_16_BITS = current_platform.is_cpu() and not torch.cpu._is_vnni_supported()
+
+TOLERANCE = {"awq": 0.04, "fp8": 0.25, "int8": 0.3 if ADDS_IN_16_BITS else 0.08}
 """Largest difference of logits over their largest magnitude.
 
 The engine computes in bfloat16, whose noise moves an activation between neighbours of
-the 8-bit format; floats of 8 bits lie furthest apart.
+the 8-bit format; floats of 8 bits lie furthest apart. Without VNNI a CPU's matrix
+library adds pairs of products in 16 bits, where they saturate.
 """
 
 

@@ -533,6 +533,19 @@ def test_frames_of_a_video(url: str) -> None:
     assert body["choices"][0]["token_ids"] == expected_greedy(case)
 
 
+def test_frames_of_any_mode(url: str) -> None:
+    """Grey and CMYK frames stand beside others."""
+    frames = []
+    for mode in ("RGB", "L", "CMYK"):
+        buffer = io.BytesIO()
+        PICTURE.convert(mode).save(buffer, "JPEG")
+        frames.append(pybase64.b64encode(buffer.getvalue()).decode())
+    response = chat(
+        url, user_message(video_part("data:video/jpeg;base64," + ",".join(frames)))
+    )
+    assert response.status_code == 200, response.text
+
+
 def test_a_video_file(url: str, tmp_path: Path) -> None:
     """Frames are chosen from a file; their number is settable up to the server's."""
     file = tmp_path / "video.avi"
@@ -612,8 +625,10 @@ def test_an_image_that_exceeds_the_model_length(url: str) -> None:
         {"truncate_prompt_tokens": 33, "truncation_side": "right"},
         {"logit_bias": {"99999999": 1}},
         {"mm_processor_kwargs": {"max_partition": 99}},
+        {"temperature": -3},
+        {"max_tokens": 2, "min_tokens": 3},
     ],
-    ids=["truncated", "bad parameter", "bad option"],
+    ids=["truncated", "bad parameter", "bad option", "too cold", "too short"],
 )
 def test_a_refused_image_can_be_sent_again(url: str, options: dict[str, Any]) -> None:
     """A refusal leaves nothing behind that the next request would stumble over."""

@@ -44,10 +44,10 @@ def encoder_graphs_fit(config: "VllmConfig") -> bool:
     """Whether the encoder runs in CUDA graphs unless the user says otherwise.
 
     On one Hopper GPU with the second model runner, where that has been measured: one
-    tile takes a seventh of the time that it takes the release, and large batches as long
-    as without. Not where graphs are not wanted, neither images nor videos are served,
-    adapters change the tower, another attention is named, or results must not depend on
-    the batch.
+    tile takes a seventh of the time that it takes the release, and large batches as
+    long as without. Not where graphs are not wanted, neither images nor videos are
+    served, adapters change the tower, another attention is named, or results must not
+    depend on the batch.
     """
     compilation, parallel = config.compilation_config, config.parallel_config
     media, lora = config.model_config.multimodal_config, config.lora_config

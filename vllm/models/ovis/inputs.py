@@ -4,6 +4,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 from transformers import BatchFeature
 
-from vllm.config.multimodal import BaseDummyOptions
+from vllm.config.multimodal import BaseDummyOptions, MultiModalDummyOptions
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import MultiModalDataDict, MultiModalInput, mm_input
+from vllm.logger import init_logger
 from vllm.multimodal.inputs import (
     MultiModalFieldConfig,
     MultiModalKwargsItem,
@@ -45,7 +47,14 @@ from .processor import (
     OvisProcessor,
     validate_image_kwargs,
 )
-from .tiling import largest_grid, num_image_tokens, worst_case_image_size
+from .tiling import (
+    DEFAULT_COVERING_THRESHOLD,
+    largest_grid,
+    num_image_tokens,
+    worst_case_image_size,
+)
+
+logger = init_logger(__name__)
 
 TILER_THREADS = min(4, os.cpu_count() or 1)
 """Threads that share a picture. The engine's front end prepares one request after the
@@ -162,8 +171,27 @@ class OvisProcessingInfo(BaseProcessingInfo):
     def configured_image_kwargs(self) -> dict[str, object]:
         """The engine's own image options, flat."""
         return flatten_image_kwargs(
-            self.ctx.get_mm_config().mm_processor_kwargs or {}, configured={}
+            self._without_device(self.ctx.get_mm_config().mm_processor_kwargs or {}),
+            configured={},
         )
+
+    def _without_device(self, kwargs: Mapping[str, object]) -> dict[str, object]:
+        """Options without the device of the engine's `--mm-processor-device`.
+
+        An encode-only engine sets one by itself. Tiles are made on the CPU all the
+        same; the engine's process normalises them on its device.
+        """
+        configured = self.ctx.get_mm_config().mm_processor_kwargs or {}
+        device = configured.get("device")
+        if device not in (None, "cpu"):
+            logger.warning_once(
+                "Pictures are prepared on the CPU; --mm-processor-device has no effect."
+            )
+        return {
+            key: value
+            for key, value in kwargs.items()
+            if key != "device" or device is None or value != device
+        }
 
     @cached_property
     def max_partition_limit(self) -> int:
@@ -189,9 +217,10 @@ class OvisProcessingInfo(BaseProcessingInfo):
 
         """
         configured = self.configured_image_kwargs
+        given = flatten_image_kwargs(self._without_device(kwargs), configured)
         try:
             return validate_image_kwargs(
-                {**configured, **flatten_image_kwargs(kwargs, configured)},
+                {**configured, **given},
                 limit=self.max_partition_limit,
             )
         except ValueError as error:
@@ -273,6 +302,19 @@ class OvisDummyInputsBuilder(BaseDummyInputsBuilder[OvisProcessingInfo]):
 
 class OvisMultiModalProcessor(BaseMultiModalProcessor[OvisProcessingInfo]):
     """Tiles stay 8-bit; the engine normalises them."""
+
+    def get_dummy_inputs(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: MultiModalDummyOptions,
+    ) -> ProcessorInputs:
+        inputs = super().get_dummy_inputs(seq_len, mm_counts, mm_options)
+        # A request may have more tiles than the engine's own threshold would give.
+        return replace(
+            inputs,
+            hf_processor_mm_kwargs={"covering_threshold": DEFAULT_COVERING_THRESHOLD},
+        )
 
     def _call_hf_processor(
         self, hf_data: Mapping[str, object], hf_kwargs: Mapping[str, object]

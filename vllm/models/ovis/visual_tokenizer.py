@@ -194,7 +194,8 @@ class VisualVocabulary(nn.Module):
             self.padded_words,
             bias=False,
             quant_config=quant_config,
-            prefix=f"{prefix}.linear",
+            # Named as in checkpoints, whose settings may list it.
+            prefix=f"{prefix}.0",
             disable_tp=disable_tp,
             return_bias=False,
         )
@@ -305,7 +306,9 @@ class VisualVocabulary(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load head (`0.weight`), norm (`1.weight`, `1.bias`) and table (`vte.weight`).
 
-        Names are those of the checkpoint, relative to `head` and the model's root.
+        Names are those of the checkpoint, relative to `head` and the model's root. A
+        quantized head has others beside its weight, of one row for each word or for
+        all of them.
 
         Raises:
             ValueError: If a tensor has another name or another number of rows.
@@ -316,15 +319,18 @@ class VisualVocabulary(nn.Module):
             expected = self.num_words
             if name == "vte.weight":
                 expected += NUM_INDICATORS
-            if tensor.shape[0] != expected:
+            of_words = tensor.dim() > 0 and tensor.shape[0] == expected
+            may_differ = name.startswith("0.") and name != "0.weight"
+            if not (of_words or may_differ):
                 raise ValueError(
-                    f"Visual vocabulary tensor {name!r} has {tensor.shape[0]} rows; "
-                    f"vocab_size asks for {expected}."
+                    f"Visual vocabulary tensor {name!r} has shape {[*tensor.shape]}; "
+                    f"vocab_size asks for {expected} rows."
                 )
             if name.startswith("0."):
-                padding = (0, 0) * (tensor.dim() - 1) + (0, self.num_padding)
-                parameter = self.linear.get_parameter(name.removeprefix("0."))
-                self._load(parameter, F.pad(tensor, padding))
+                if of_words:
+                    padding = (0, 0) * (tensor.dim() - 1) + (0, self.num_padding)
+                    tensor = F.pad(tensor, padding)
+                self._load(self.linear.get_parameter(name.removeprefix("0.")), tensor)
                 loaded.add(f"linear.{name.removeprefix('0.')}")
             elif name in ("1.weight", "1.bias"):
                 target = "norm_" + name.removeprefix("1.")
