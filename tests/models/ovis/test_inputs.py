@@ -460,7 +460,7 @@ def test_language_model_only() -> None:
     config = ModelConfig(
         golden.checkpoint_path("tiny-ovis2"), dtype="float32", language_model_only=True
     )
-    info: Any = MULTIMODAL_REGISTRY.create_processor(config).info
+    info = MULTIMODAL_REGISTRY.create_processor(config).info
     assert info.allowed_mm_limits == {"image": 0, "video": 0}
     for data in ({"image": PICTURE}, {"video": [PICTURE]}):
         with pytest.raises(VLLMValidationError, match="At most 0"):
